@@ -1,0 +1,14 @@
+"""hscache: run a frozen language model once, keep its hidden states in a compressed cache.
+
+    import hscache
+    cache = hscache.open("/nvme/cache")
+
+Importing this package imports numpy, never torch or transformers.
+"""
+
+from hscache.reader import Cache, Document, Shard
+from hscache.reader import open_cache as open
+
+__version__ = "0.1.0"
+
+__all__ = ["Cache", "Document", "Shard", "__version__", "open"]

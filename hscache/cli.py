@@ -1,0 +1,37 @@
+"""The `hscache` console script."""
+
+import sys
+
+from hscache.config import InspectConfig, ProduceConfig
+from hscache.settings import Command
+from hscache.settings import main as run_command
+
+COMMANDS = [
+    Command(
+        name="produce",
+        help="run the target once over a corpus and fill a cache with its hidden states",
+        config=ProduceConfig,
+        run="hscache.produce:run",
+    ),
+    Command(
+        name="inspect",
+        help="show what is in a cache",
+        config=InspectConfig,
+        positional="cache",
+        run="hscache.inspect:run",
+    ),
+]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `hscache`; return the exit code."""
+    return run_command(
+        "hscache",
+        "Run a target LLM once, keep its hidden states in a compressed cache.",
+        COMMANDS,
+        argv,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""Settings of the `hscache` commands, as frozen dataclasses; no torch.
+
+A YAML file and flags are parsed into these by `hscache.settings`; the text under a field is its
+help.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from hscache.errors import ConfigError
+from hscache.planes import Codec
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["bfloat16", "float32"]
+
+
+def spaced_layer_ids(num_target_layers: int, num_features: int) -> tuple[int, ...]:
+    """Return DFlash's choice of layers: block 1 to block L-3, evenly spaced, rounded half to even.
+
+    Source: z-lab/dflash, also SpecForge, TorchSpec, ModelOpt and SGLang. 64 layers, 5 features:
+    (1, 16, 31, 46, 61).
+    """
+    if num_features == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    ids = tuple(round(1 + i * span / (num_features - 1)) for i in range(num_features))
+    if len(set(ids)) < num_features or list(ids) != sorted(ids):
+        raise ConfigError(
+            f"a target of {num_target_layers} blocks has no {num_features} evenly spaced ones to "
+            "capture; give target.target_layer_ids, or a smaller target.num_features."
+        )
+    return ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+    """The frozen model whose hidden states are cached."""
+
+    path: str
+    """Hugging Face id or local folder."""
+    revision: str | None = None
+    """Commit, tag or branch of a hub model; the resolved commit is recorded."""
+    num_features: int = 5
+    """Number of captured layers, spaced by DFlash's formula, when target_layer_ids is not given."""
+    target_layer_ids: tuple[int, ...] | None = None
+    """0-based decoder blocks whose output is captured (Hugging Face hidden_states[i + 1])."""
+    dtype: Dtype = "bfloat16"
+    """Dtype the target runs in; states are stored as bfloat16."""
+    device: Device = "auto"
+    """auto takes the GPU of LOCAL_RANK if there is one."""
+    trust_remote_code: bool = False
+    """Run code shipped with the model. Recorded in the cache; a cache never switches it on."""
+
+    def __post_init__(self) -> None:
+        if self.num_features < 1:
+            raise ConfigError(f"target.num_features is {self.num_features}; expected at least 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The corpus: conversations in JSONL files (also .gz), one object with `messages` a line."""
+
+    train: tuple[str, ...]
+    """Files to train on."""
+    held_out: tuple[str, ...] = ()
+    """Files whose documents are kept out of training, for evaluation."""
+    held_out_fraction: float = 0.0
+    """Share of the training documents to hold out, chosen by a hash of their content."""
+    max_tokens: int = 4096
+    """Longest document, in tokens."""
+    over_long: Literal["drop", "truncate"] = "truncate"
+    """What to do with a longer one; both are counted."""
+    max_documents: int | None = None
+    """Read only this many rows of the training files (a seeded sample)."""
+
+    def __post_init__(self) -> None:
+        if not self.train:
+            raise ConfigError("data.train is empty: name at least one JSONL file.")
+        if not 0 <= self.held_out_fraction < 1:
+            raise ConfigError(
+                f"data.held_out_fraction is {self.held_out_fraction}; expected 0 <= share < 1."
+            )
+        if self.max_tokens < 2:
+            raise ConfigError(f"data.max_tokens is {self.max_tokens}; expected at least 2.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreConfig:
+    """How the cache is written."""
+
+    codec: Codec = "lossless"
+    """lossless (1.43x smaller), none, bitround4 (2.0x, 1.4 % error) or fp8 (2.2x, 2.6 % error)."""
+    shard_tokens: int = 262_144
+    """Tokens in a shard; about 9 GB for a 27B target."""
+    seed: int = 0
+    """Seed of the shuffle that deals documents into shards."""
+    max_quarantined_share: float = 0.01
+    """Stop when more than this share of the documents gave unusable states."""
+    threads: int = 4
+    """Threads that compress."""
+
+    def __post_init__(self) -> None:
+        if self.shard_tokens < 1:
+            raise ConfigError(f"store.shard_tokens is {self.shard_tokens}; expected at least 1.")
+        if self.threads < 1:
+            raise ConfigError(f"store.threads is {self.threads}; expected at least 1.")
+        if not 0 <= self.max_quarantined_share <= 1:
+            raise ConfigError(
+                f"store.max_quarantined_share is {self.max_quarantined_share}; expected a share "
+                "between 0 and 1."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProduceConfig:
+    """Run the target once over a corpus and write its hidden states into a cache."""
+
+    shard_dir: Path
+    """Folder of the cache; made if missing, continued if it holds the same cache unfinished."""
+    target: TargetConfig
+    """The model."""
+    data: DataConfig
+    """The corpus."""
+    store: StoreConfig = field(default_factory=StoreConfig)
+    """The files."""
+    token_budget: int = 65_536
+    """Tokens in one packed forward; documents are packed without padding."""
+
+    def __post_init__(self) -> None:
+        if self.token_budget < self.data.max_tokens:
+            raise ConfigError(
+                f"token_budget is {self.token_budget} and data.max_tokens {self.data.max_tokens}: "
+                "a document must fit into one pack. Raise the first or lower the second."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectConfig:
+    """Show what is in a cache: identity, shards, statistics; reads metadata only."""
+
+    cache: Path
+    """Folder of the cache."""
+    doc: int | None = None
+    """Show one document: tokens, loss mask, norms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegenerateConfig:
+    """Let the target answer prompts itself: the text a drafter is trained on."""
+
+    target: str
+    """Hugging Face id or local folder of the model that answers."""
+    prompts: tuple[str, ...]
+    """JSONL files (also .gz) of rows with `messages`; a last assistant turn is answered anew."""
+    output: Path
+    """JSONL file the answered rows are appended to; rows already in it are skipped."""
+    batch_size: int = 16
+    """Prompts answered at the same time."""
+    max_new_tokens: int = 512
+    """Longest answer, in tokens."""
+    temperature: float = 0.7
+    """0 is greedy; otherwise the softmax is sampled at this temperature."""
+    seed: int = 0
+    """Seed of the sampling; each row has random numbers of its own, made from this and its id."""
+    dtype: Dtype = "bfloat16"
+    """Dtype the target runs in."""
+    device: Device = "auto"
+    """auto takes the first GPU if there is one."""
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise ConfigError("prompts is empty: name at least one JSONL file.")
+        for name, minimum in (("batch_size", 1), ("max_new_tokens", 1), ("temperature", 0)):
+            value = getattr(self, name)
+            if not minimum <= value < float("inf"):
+                raise ConfigError(f"{name} is {value}; expected at least {minimum}.")

@@ -1,0 +1,224 @@
+"""The cache's metadata: identity in the root, attributes in every shard, both checksummed.
+
+Takes and gives frozen dataclasses; writes and reads the `zarr.json` of the groups. A group's
+attributes hold one key, "hscache", whose "crc32c" covers the canonical JSON of all the rest, and a
+file that is not byte for byte what we would write is refused, so no flipped bit goes unnoticed.
+"""
+
+import dataclasses
+import json
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hscache.errors import CacheMismatchError, ShardCorruptError
+from hscache.planes import Codec
+from hscache.zarr_array import ArrayRecord, canonical_json, checksum_hex, read_small_file
+
+SCHEMA_VERSION = 1
+LAYER_CONVENTION = "output of decoder block i, 0-based, before any norm"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatesIdentity:
+    """What the numbers mean; caches that are trained on together must agree on all of it."""
+
+    target: str
+    """name or path the target was loaded from; a moved folder is not another target"""
+    revision: str
+    """resolved commit of a hub target, "" for a local folder"""
+    config_sha256: str
+    weights_sha256: str
+    tokenizer_sha256: str
+    template_sha256: str
+    frozen_sha256: str
+    """of frozen/weights.safetensors"""
+    target_layer_ids: tuple[int, ...]
+    layer_convention: str = LAYER_CONVENTION
+    num_target_layers: int
+    hidden_size: int
+    vocab_size: int
+    dtype: str
+    """dtype the target ran in; states are stored as bfloat16"""
+    trust_remote_code: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContentIdentity:
+    """Which tokens are in the cache and how they are dealt into shards."""
+
+    corpus_sha256: str
+    """of every document's ids and loss mask, in plan order"""
+    seed: int
+    max_tokens: int
+    over_long: str
+    shard_tokens: int
+    num_documents: int
+    num_tokens: int
+    num_held_out_shards: int
+    """shards 0..n-1 hold the held-out documents and nothing else"""
+    num_shards: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodingIdentity:
+    """How states are written."""
+
+    schema_version: int = SCHEMA_VERSION
+    codec: Codec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Identity of a cache, in three tiers; written once."""
+
+    states: StatesIdentity
+    content: ContentIdentity
+    encoding: EncodingIdentity
+
+    @property
+    def sha_input(self) -> bytes:
+        """Canonical bytes of the identity, for seeds and comparisons."""
+        return canonical_json(dataclasses.asdict(self))
+
+
+# A folder may be moved or named differently; its hashes say whether it is the same target.
+_FREE_FIELDS = {"states.target"}
+
+
+def identity_diff(found: object, expected: object, prefix: str = "") -> list[str]:
+    """Return one line per field in which two dataclasses of one type differ."""
+    lines: list[str] = []
+    for field in dataclasses.fields(expected):  # type: ignore[arg-type]
+        name = f"{prefix}{field.name}"
+        a, b = getattr(found, field.name), getattr(expected, field.name)
+        if dataclasses.is_dataclass(b):
+            lines += identity_diff(a, b, f"{name}.")
+        elif a != b and name not in _FREE_FIELDS:
+            lines.append(f"  {name}: the cache has {a!r}, this run {b!r}")
+    return lines
+
+
+def require_same_identity(found: Identity, expected: Identity, cache_dir: Path) -> None:
+    """Raise CacheMismatchError with a field-by-field diff unless both agree."""
+    lines = identity_diff(found, expected)
+    if lines:
+        raise CacheMismatchError(
+            f"{cache_dir} holds another cache than this run would make:\n"
+            + "\n".join(lines)
+            + "\nRun with the settings of the cache, or write to an empty --shard-dir."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStatistics:
+    """One captured layer's states over a shard, in fp32."""
+
+    layer_id: int
+    mean_norm: float
+    """mean over tokens of the L2 norm over hidden"""
+    max_abs: float
+    outlier_channels: tuple[int, ...]
+    """the channels of largest root mean square, largest first"""
+    outlier_rms: tuple[float, ...]
+    median_channel_rms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quarantined:
+    """A document whose states were refused."""
+
+    document: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardManifest:
+    """Attributes of one shard."""
+
+    schema_version: int = SCHEMA_VERSION
+    shard: int
+    state: str
+    """published, empty (all documents quarantined) or freed (a tombstone: arrays deleted)"""
+    cache: str
+    """sha256 of the identity: a shard copied into another cache is refused"""
+    codec: Codec
+    num_documents: int
+    num_tokens: int
+    raw_bytes: int
+    """bf16 bytes of the states"""
+    stored_bytes: int
+    """bytes of the arrays that hold them"""
+    quarantined: tuple[Quarantined, ...]
+    statistics: tuple[LayerStatistics, ...]
+    arrays: dict[str, ArrayRecord]
+    provenance: dict[str, Any]
+    """packs, device, versions, tokens/s: recorded, free to differ between shards"""
+
+
+def encode_group(attributes: object) -> bytes:
+    """Return the `zarr.json` bytes of a group with our attributes (a dataclass)."""
+    content = json.loads(canonical_json(dataclasses.asdict(attributes)))  # type: ignore[call-overload]
+    content["crc32c"] = checksum_hex(canonical_json(content))
+    return canonical_json(
+        {"zarr_format": 3, "node_type": "group", "attributes": {"hscache": content}}
+    )
+
+
+def read_group(path: Path, kind: type[T]) -> T:
+    """Read and check a group's `zarr.json` and return its attributes as `kind`.
+
+    Raises ShardCorruptError on a damaged file, CacheMismatchError on a newer schema.
+    """
+    raw = read_small_file(path)
+    try:
+        group = json.loads(raw)
+        content = dict(group["attributes"]["hscache"])
+        checksum = content.pop("crc32c")
+        schema = content.get("schema_version", content.get("encoding", {}).get("schema_version"))
+        newer = isinstance(schema, int) and schema > SCHEMA_VERSION
+        sound = canonical_json(group) == raw and checksum == checksum_hex(canonical_json(content))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path) from error
+    if newer:
+        raise CacheMismatchError(
+            f"{path} has schema version {schema}, and this hscache reads versions up to "
+            f"{SCHEMA_VERSION}. Update hscache to read this cache."
+        )
+    if not sound:
+        raise _damaged(path)
+    try:
+        return from_json(kind, content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _damaged(path) from error
+
+
+def from_json(kind: type[T], value: dict[str, Any]) -> T:
+    """Build a (nested) dataclass from parsed JSON; unknown or missing fields raise TypeError."""
+    hints = {field.name: field.type for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    unknown = set(value) - set(hints)
+    if unknown:
+        raise TypeError(f"unknown fields {sorted(unknown)}")
+    return kind(**{name: _convert(hints[name], item) for name, item in value.items()})
+
+
+def _convert(hint: Any, item: Any) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return from_json(hint, item)  # type: ignore[arg-type]
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        return tuple(_convert(arguments[0], element) for element in item)
+    if origin is dict:
+        return {key: _convert(arguments[1], element) for key, element in item.items()}
+    return item
+
+
+def _damaged(path: Path) -> ShardCorruptError:
+    return ShardCorruptError(
+        f"{path} is damaged or was changed by another program: its content does not match its "
+        "checksum. For a shard, delete its folder and run `hscache produce` again; for the root, "
+        "the cache must be made anew."
+    )

@@ -1,0 +1,195 @@
+"""The plan: every document of the corpus, its tokens and its shard, fixed before the target runs.
+
+Takes documents (ids and loss mask), deals them into shards by a seeded shuffle, writes `plan/`, and
+reads it back. Documents lie in shard order, so a shard's documents are one contiguous range of plan
+rows. Held-out documents fill the first shards and share none with training.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hscache import files
+from hscache.layout import FLAT_CHUNK, PLAN_ARRAYS, plan_dir
+from hscache.manifest import SCHEMA_VERSION, encode_group, read_group
+from hscache.zarr_array import ArrayRecord, ZarrArrayReader, ZarrArrayWriter
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizedDocument:
+    """One document: `ids_T` int32, `loss_mask_T` uint8 (1 where supervised), and its input row."""
+
+    ids_T: npt.NDArray[np.int32]
+    loss_mask_T: npt.NDArray[np.uint8]
+    source_row: int
+    held_out: bool
+
+    @property
+    def key(self) -> int:
+        """A 64-bit content hash."""
+        digest = hashlib.blake2b(self.ids_T.astype("<i4").tobytes(), digest_size=8)
+        digest.update(self.loss_mask_T.tobytes())
+        return int.from_bytes(digest.digest(), "little")
+
+    @property
+    def num_valid_anchors(self) -> int:
+        """Positions that are supervised and followed by a supervised one (dflash.md 2.1)."""
+        mask = self.loss_mask_T
+        return int(np.count_nonzero(mask[:-1] & mask[1:]))
+
+
+def deal_into_shards(
+    documents: list[TokenizedDocument], shard_tokens: int, seed: int
+) -> list[list[int]]:
+    """Return, per shard, the indices of its documents: held-out shards first, then training.
+
+    Each side is shuffled with the seed and cut where the next document would exceed
+    `shard_tokens`; a document longer than that has a shard of its own.
+    """
+    shards: list[list[int]] = []
+    for held_out in (True, False):
+        side = [i for i, document in enumerate(documents) if document.held_out == held_out]
+        order = np.random.default_rng([seed, int(held_out)]).permutation(len(side))
+        tokens = shard_tokens + 1  # forces a new shard for the first document
+        for position in order:
+            index = side[int(position)]
+            length = len(documents[index].ids_T)
+            if tokens + length > shard_tokens:
+                shards.append([])
+                tokens = 0
+            shards[-1].append(index)
+            tokens += length
+    return shards
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanManifest:
+    """Attributes of `plan/`."""
+
+    schema_version: int = SCHEMA_VERSION
+    corpus_sha256: str
+    num_shards: int
+    num_held_out_shards: int
+    arrays: dict[str, ArrayRecord]
+    report: dict[str, Any] = field(default_factory=dict)
+    """rows in, kept, dropped by reason"""
+
+
+def write_plan(
+    cache_dir: Path,
+    documents: list[TokenizedDocument],
+    shards: list[list[int]],
+    report: dict[str, Any],
+) -> None:
+    """Write `plan/` atomically; if another producer was faster its equal plan stays."""
+    ordered = [documents[i] for shard in shards for i in shard]
+    shard_of = [number for number, shard in enumerate(shards) for _ in shard]
+    held_out = sum(1 for shard in shards if documents[shard[0]].held_out)
+    columns: dict[str, list[int]] = {
+        "lengths": [len(d.ids_T) for d in ordered],
+        "keys": [d.key for d in ordered],
+        "shards": shard_of,
+        "source_rows": [d.source_row for d in ordered],
+        "valid_anchors": [d.num_valid_anchors for d in ordered],
+    }
+    with files.temporary_folder(cache_dir) as folder:
+        records = {}
+        for name, layout in PLAN_ARRAYS.items():
+            with ZarrArrayWriter(folder / name, layout) as writer:
+                if name in columns:
+                    writer.append(np.array(columns[name], layout.dtype))
+                else:
+                    for document in ordered:
+                        rows = document.ids_T if name == "tokens" else document.loss_mask_T
+                        writer.append(rows)
+                records[name] = writer.close()
+        manifest = PlanManifest(
+            corpus_sha256=corpus_sha256(ordered),
+            num_shards=len(shards),
+            num_held_out_shards=held_out,
+            arrays=records,
+            report=report,
+        )
+        files.write_durable(folder / "zarr.json", encode_group(manifest))
+        files.publish_folder(folder, plan_dir(cache_dir))
+
+
+def corpus_sha256(documents: list[TokenizedDocument]) -> str:
+    """Hash every document's ids and mask in order; lengths are part of it."""
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(len(document.ids_T).to_bytes(8, "little"))
+        digest.update(document.ids_T.astype("<i4").tobytes())
+        digest.update(document.loss_mask_T.tobytes())
+    return digest.hexdigest()
+
+
+class Plan:
+    """Read `plan/`. Per-document columns are numpy arrays; tokens are read on demand."""
+
+    def __init__(self, cache_dir: Path) -> None:
+        folder = plan_dir(cache_dir)
+        self.manifest = read_group(folder / "zarr.json", PlanManifest)
+        readers = {
+            name: ZarrArrayReader(folder / name, layout, self.manifest.arrays[name])
+            for name, layout in PLAN_ARRAYS.items()
+        }
+        self._tokens, self._loss_mask = readers.pop("tokens"), readers.pop("loss_mask")
+        column = {name: reader.read(0, reader.num_rows) for name, reader in readers.items()}
+        self.lengths: npt.NDArray[np.int32] = column["lengths"]
+        self.keys: npt.NDArray[np.uint64] = column["keys"]
+        self.shards: npt.NDArray[np.int32] = column["shards"]
+        self.source_rows: npt.NDArray[np.int64] = column["source_rows"]
+        self.valid_anchors: npt.NDArray[np.int32] = column["valid_anchors"]
+        self.offsets = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+        self._shard_starts = np.searchsorted(self.shards, np.arange(self.num_shards + 1))
+
+    @property
+    def num_documents(self) -> int:
+        """Documents of the corpus, held-out ones included."""
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the corpus, held-out ones included."""
+        return int(self.offsets[-1])
+
+    @property
+    def num_shards(self) -> int:
+        """Shards of the plan, published or not."""
+        return self.manifest.num_shards
+
+    @property
+    def held_out_shards(self) -> range:
+        """Ids of the shards that hold the held-out documents."""
+        return range(self.manifest.num_held_out_shards)
+
+    @property
+    def training_shards(self) -> range:
+        """Ids of the shards to train on."""
+        return range(self.manifest.num_held_out_shards, self.num_shards)
+
+    def shard_documents(self, shard: int) -> range:
+        """Return the plan rows of a shard's documents."""
+        return range(int(self._shard_starts[shard]), int(self._shard_starts[shard + 1]))
+
+    def input_ids(self, document: int) -> npt.NDArray[np.int32]:
+        """Return a document's token ids, int32 [T]."""
+        return self._tokens.read(*self._span(document))
+
+    def loss_mask(self, document: int) -> npt.NDArray[np.uint8]:
+        """Return a document's loss mask, uint8 [T]."""
+        return self._loss_mask.read(*self._span(document))
+
+    def iterate_tokens(self) -> Iterator[npt.NDArray[np.int32]]:
+        """Yield all token ids in pieces; for whole-corpus statistics."""
+        for start in range(0, self.num_tokens, FLAT_CHUNK):
+            yield self._tokens.read(start, min(start + FLAT_CHUNK, self.num_tokens))
+
+    def _span(self, document: int) -> tuple[int, int]:
+        return int(self.offsets[document]), int(self.offsets[document + 1])

@@ -1,0 +1,384 @@
+"""`hscache produce`: run the target once over a corpus and publish its hidden states as shards.
+
+Takes a `ProduceConfig`; tokenises into `plan/` and exports `frozen/` on the first start, then fills
+the missing shards one by one: packs of documents -> forward -> checks -> codec -> rename. Killed at
+any instant it continues where it was; several processes may work on one cache.
+
+    hscache produce --config configs/demo-produce.yaml --shard-dir /nvme/cache
+"""
+
+import hashlib
+import logging
+import os
+import platform
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hscache import files, layout, producers
+from hscache.config import ProduceConfig
+from hscache.content import ContentCheck
+from hscache.documents import Corpus, load_corpus
+from hscache.errors import CacheMismatchError, HscacheError, ShardCorruptError
+from hscache.manifest import (
+    ContentIdentity,
+    EncodingIdentity,
+    Identity,
+    StatesIdentity,
+    encode_group,
+    read_group,
+    require_same_identity,
+)
+from hscache.plan import Plan, corpus_sha256, deal_into_shards, write_plan
+from hscache.planes import ARRAYS
+from hscache.progress import Progress
+from hscache.reader import Cache, open_cache
+from hscache.report import format_table
+from hscache.signals import raise_on_stop
+from hscache.writer import ShardWriter
+from hscache.zarr_array import canonical_json
+
+if TYPE_CHECKING:
+    from hscache.target import Target
+
+log = logging.getLogger(__name__)
+
+_WAIT_S = 1.0
+
+
+def run(config: ProduceConfig, *, dry_run: bool = False) -> int:
+    """Run the command; with `dry_run` print the sizes and touch nothing."""
+    if dry_run:
+        print(describe_plan(config))
+        return 0
+    with raise_on_stop():
+        produce(config)
+    return 0
+
+
+def produce(config: ProduceConfig) -> Cache:
+    """Fill the cache in `config.shard_dir` and return it, complete.
+
+    Raises CacheMismatchError with a diff when the folder holds another cache, DiskFullError,
+    DataError on unusable input, HscacheError when too many documents gave unusable states.
+    """
+    from hscache.target import Target
+
+    make_cache_folder(config.shard_dir)
+    with producers.Producer(config.shard_dir) as producer:
+        removed = producers.clean_leftovers(config.shard_dir)
+        if removed:
+            log.info("removed %d leftovers of producers that died", len(removed))
+        target = Target(config.target)
+        cache = prepare(config, target)
+        started = time.monotonic()
+        made = _fill(cache, target, producer, config)
+    seconds = time.monotonic() - started
+    print(_summary(cache, made, seconds))
+    return cache
+
+
+def make_cache_folder(cache_dir: Path) -> None:
+    """Make the cache folder, and say now rather than in an hour that it cannot be written."""
+    try:
+        with files.disk_full_named(cache_dir):
+            layout.shards_dir(cache_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if isinstance(error, HscacheError):
+            raise
+        raise HscacheError(f"cannot write to {cache_dir}: {error.strerror}.") from error
+    if not os.access(layout.shards_dir(cache_dir), os.W_OK):
+        raise HscacheError(f"cannot write to {cache_dir}: it is read-only, or belongs to another.")
+
+
+def prepare(config: ProduceConfig, target: "Target") -> Cache:
+    """Write plan, frozen weights and identity, or check them against an existing cache."""
+    cache_dir = config.shard_dir
+    corpus = load_corpus(config.data, target.tokenizer, config.store.seed)
+    shards = deal_into_shards(corpus.documents, config.store.shard_tokens, config.store.seed)
+    frozen = target.frozen.to_bytes()
+    identity = _identity(config, target, corpus, shards, frozen)
+    root = layout.root_file(cache_dir)
+    if root.exists():
+        require_same_identity(read_group(root, Identity), identity, cache_dir)
+    elif layout.list_shards(cache_dir):
+        raise HscacheError(
+            f"{cache_dir} has shards but no root zarr.json: it is no cache, or a damaged one. "
+            "Give an empty --shard-dir."
+        )
+    if not layout.plan_dir(cache_dir).exists():
+        write_plan(cache_dir, corpus.documents, shards, dict(corpus.report))
+    if not layout.frozen_dir(cache_dir).exists():
+        _write_frozen(cache_dir, frozen, target)
+    _require_same_start(cache_dir, shards, identity)
+    # Last, so that a root promises a plan and frozen weights.
+    files.create_once(root, encode_group(identity))
+    cache = open_cache(cache_dir)
+    require_same_identity(cache.identity, identity, cache_dir)
+    print(format_table(["rows", "count"], [[k, f"{v:,}"] for k, v in corpus.report.items()]))
+    return cache
+
+
+def _write_frozen(cache_dir: Path, frozen: bytes, target: "Target") -> None:
+    with files.temporary_folder(cache_dir) as folder:
+        files.write_durable(folder / layout.frozen_weights(cache_dir).name, frozen)
+        config = canonical_json(target.full_config)
+        files.write_durable(folder / layout.target_config_file(cache_dir).name, config)
+        with files.disk_full_named(layout.frozen_dir(cache_dir)):
+            target.tokenizer.save_pretrained(folder / "tokenizer")
+            files.fsync_files(folder / "tokenizer")
+        files.publish_folder(folder, layout.frozen_dir(cache_dir))
+
+
+def _require_same_start(cache_dir: Path, shards: list[list[int]], identity: Identity) -> None:
+    """Check plan/ and frozen/, which may be left of a start with other settings, cut short."""
+    plan = Plan(cache_dir)
+    sizes = np.bincount(plan.shards, minlength=plan.num_shards).tolist()
+    weights = layout.frozen_weights(cache_dir).read_bytes()
+    for name, same in (
+        ("plan", plan.manifest.corpus_sha256 == identity.content.corpus_sha256),
+        ("plan", sizes == [len(shard) for shard in shards]),
+        ("frozen", hashlib.sha256(weights).hexdigest() == identity.states.frozen_sha256),
+    ):
+        if not same:
+            raise CacheMismatchError(
+                f"{cache_dir / name} is not what these settings give: it is left of a start with "
+                f"others, or damaged. Delete {cache_dir / name} and run the same command again."
+            )
+
+
+def _require_whole_shards(cache_dir: Path) -> None:
+    """Refuse debris under a shard's name: a name alone must never count as finished work."""
+    for shard in layout.list_shards(cache_dir):
+        folder = layout.shard_dir(cache_dir, shard)
+        if not (folder / "zarr.json").is_file():
+            raise ShardCorruptError(
+                f"{folder} is no shard: it has no zarr.json, and a shard appears with all its files "
+                "at once. Delete it and run the same command again."
+            )
+
+
+def _identity(
+    config: ProduceConfig,
+    target: "Target",
+    corpus: Corpus,
+    shards: list[list[int]],
+    frozen: bytes,
+) -> Identity:
+    from hscache import target as target_module
+
+    documents = corpus.documents
+    ordered = [documents[i] for shard in shards for i in shard]
+    return Identity(
+        states=StatesIdentity(
+            target=config.target.path,
+            revision=target.revision,
+            config_sha256=target_module.config_sha256(target.full_config),
+            weights_sha256=target_module.weights_sha256(config.target.path),
+            tokenizer_sha256=target_module.tokenizer_sha256(target.tokenizer),
+            template_sha256=target_module.template_sha256(target.tokenizer),
+            frozen_sha256=hashlib.sha256(frozen).hexdigest(),
+            target_layer_ids=target.layer_ids,
+            num_target_layers=target.num_target_layers,
+            hidden_size=int(target.config.hidden_size),
+            vocab_size=int(target.config.vocab_size),
+            dtype=config.target.dtype,
+            trust_remote_code=config.target.trust_remote_code,
+        ),
+        content=ContentIdentity(
+            corpus_sha256=corpus_sha256(ordered),
+            seed=config.store.seed,
+            max_tokens=config.data.max_tokens,
+            over_long=config.data.over_long,
+            shard_tokens=config.store.shard_tokens,
+            num_documents=len(ordered),
+            num_tokens=sum(len(d.ids_T) for d in ordered),
+            num_held_out_shards=sum(documents[shard[0]].held_out for shard in shards),
+            num_shards=len(shards),
+        ),
+        encoding=EncodingIdentity(codec=config.store.codec),
+    )
+
+
+@dataclass
+class _Made:
+    """What this process did."""
+
+    quarantined: list[int]
+    """documents with unusable states, those of shards published before included"""
+    shards: int = 0
+    tokens: int = 0
+
+
+def _num_tokens(plan: Plan, shard: int) -> int:
+    documents = plan.shard_documents(shard)
+    return int(plan.offsets[documents.stop] - plan.offsets[documents.start])
+
+
+def _quarantined(cache: Cache, shards: Iterable[int]) -> Iterator[int]:
+    for shard in shards:
+        yield from (q.document for q in cache.shard_manifest(shard).quarantined)
+
+
+def _fill(
+    cache: Cache, target: "Target", producer: producers.Producer, config: ProduceConfig
+) -> _Made:
+    plan = cache.plan
+    _require_whole_shards(cache.path)
+    published = cache.published_shards()
+    done = sum(_num_tokens(plan, shard) for shard in published)
+    made = _Made(quarantined=list(_quarantined(cache, published)))
+    label = f"produce {len(published)}/{plan.num_shards} shards"
+    with (
+        ThreadPoolExecutor(config.store.threads) as pool,
+        Progress(plan.num_tokens, unit="tokens", label=label, initial=done) as progress,
+    ):
+        while True:
+            shard = producer.claim_next(plan.num_shards)
+            if shard is None:
+                if len(cache.published_shards()) == plan.num_shards:
+                    return made
+                time.sleep(_WAIT_S)  # the rest is in other producers' hands, or will be ours
+                continue
+            _make_shard(cache, target, shard, config, pool, progress, made)
+            producer.report(tokens=made.tokens, shards=made.shards)
+
+
+def _make_shard(
+    cache: Cache,
+    target: "Target",
+    shard: int,
+    config: ProduceConfig,
+    pool: ThreadPoolExecutor,
+    progress: Progress,
+    made: _Made,
+) -> None:
+    import torch
+
+    plan, started = cache.plan, time.monotonic()
+    packs = cut_packs(plan, shard, config.token_budget)
+    check = ContentCheck()
+    with ShardWriter(cache.path, shard, cache.identity, pool) as writer:
+        for pack in packs:
+            ids_T = np.concatenate([plan.input_ids(document) for document in pack])
+            lengths = [int(plan.lengths[document]) for document in pack]
+            offsets = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+            states = target.capture(torch.from_numpy(ids_T.astype(np.int64)), offsets)
+            bits_TLH = states.view(torch.int16).cpu().numpy().view(np.uint16)
+            for index, document in enumerate(pack):
+                bits = bits_TLH[offsets[index] : offsets[index + 1]]
+                problem = check.problem(bits)
+                if problem is None:
+                    writer.add(document, bits)
+                else:
+                    writer.quarantine(document, problem)
+                    _count_quarantined(cache, made, document, problem, config)
+            made.tokens += len(ids_T)
+            progress.advance(len(ids_T))
+        seconds = time.monotonic() - started
+        provenance = _provenance(target, config, packs, seconds)
+        if writer.publish(provenance):
+            made.shards += 1
+        else:
+            log.info("shard %d was published by another producer first", shard)
+
+
+def cut_packs(plan: Plan, shard: int, token_budget: int) -> list[list[int]]:
+    """Cut a shard's documents, in order, into packs of at most `token_budget` tokens."""
+    packs: list[list[int]] = []
+    tokens = token_budget + 1
+    for document in plan.shard_documents(shard):
+        length = int(plan.lengths[document])
+        if tokens + length > token_budget:
+            packs.append([])
+            tokens = 0
+        packs[-1].append(document)
+        tokens += length
+    return packs
+
+
+def _count_quarantined(
+    cache: Cache, made: _Made, document: int, problem: str, config: ProduceConfig
+) -> None:
+    made.quarantined.append(document)
+    row = int(cache.plan.source_rows[document])
+    log.warning("document %d (input row %d) quarantined: %s", document, row, problem)
+    allowed = config.store.max_quarantined_share * cache.plan.num_documents
+    if len(made.quarantined) > allowed:
+        latest = ", ".join(map(str, made.quarantined[-10:]))
+        raise HscacheError(
+            f"{len(made.quarantined)} documents gave unusable states, more than "
+            f"store.max_quarantined_share = {config.store.max_quarantined_share:.1%} of "
+            f"{cache.plan.num_documents}: documents {latest}; the last (input row {row}): "
+            f"{problem}. Something is wrong with the target, its dtype or the input; published "
+            "shards are kept."
+        )
+
+
+def _provenance(
+    target: "Target", config: ProduceConfig, packs: list[list[int]], seconds: float
+) -> dict[str, Any]:
+    import torch
+
+    from hscache import __version__
+    from hscache.target import library_versions
+
+    device = str(target.device)
+    name = torch.cuda.get_device_name(target.device) if device != "cpu" else platform.processor()
+    return {
+        "hscache": __version__,
+        **library_versions(),
+        "host": platform.node(),
+        "device": device,
+        "device_name": name or platform.machine(),
+        "token_budget": config.token_budget,
+        "documents_per_pack": [len(pack) for pack in packs],
+        "seconds": round(seconds, 3),
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _summary(cache: Cache, made: _Made, seconds: float) -> str:
+    shards = [cache.shard_manifest(s) for s in cache.published_shards()]
+    raw = sum(m.raw_bytes for m in shards)
+    stored = sum(m.stored_bytes for m in shards)
+    rate = made.tokens / seconds if seconds else 0.0
+    rows = [
+        ["shards", f"{len(shards)} ({made.shards} by this run)"],
+        ["documents", f"{sum(m.num_documents for m in shards):,}"],
+        ["quarantined", f"{sum(len(m.quarantined) for m in shards):,}"],
+        ["tokens", f"{sum(m.num_tokens for m in shards):,} ({made.tokens:,} by this run)"],
+        ["tokens/s", f"{rate:,.0f}"],
+        ["states", f"{raw / 1e6:,.1f} MB as bf16, {stored / 1e6:,.1f} MB stored"],
+        ["ratio", f"{raw / max(1, stored):.3f} ({cache.identity.encoding.codec})"],
+    ]
+    return format_table(["produced", str(cache.path)], rows)
+
+
+def describe_plan(config: ProduceConfig) -> str:
+    """Return what a run would take and write, without loading the target's weights."""
+    from hscache.target import check_layer_ids, load_config, load_tokenizer
+
+    model, _ = load_config(config.target)
+    layer_ids = check_layer_ids(config.target, int(model.num_hidden_layers))
+    corpus = load_corpus(config.data, load_tokenizer(config.target), config.store.seed)
+    tokens = sum(len(d.ids_T) for d in corpus.documents)
+    shards = deal_into_shards(corpus.documents, config.store.shard_tokens, config.store.seed)
+    token_bytes = len(layer_ids) * int(model.hidden_size) * 2
+    folder = config.shard_dir
+    rows = [[key, f"{value:,}"] for key, value in corpus.report.items()]
+    rows += [
+        ["tokens", f"{tokens:,}"],
+        ["captured layers", f"{list(layer_ids)} of {model.num_hidden_layers}"],
+        ["shards", f"{len(shards):,} of at most {config.store.shard_tokens:,} tokens"],
+        ["bytes a token", f"{token_bytes:,} as bf16"],
+        ["states", f"{tokens * token_bytes / 1e6:,.1f} MB before the codec"],
+        ["files", f"about {len(shards) * (2 * len(ARRAYS[config.store.codec]) + 5):,} in shards/"],
+        ["disk", files.free_space(folder)],
+    ]
+    return format_table(["plan", str(folder)], rows)

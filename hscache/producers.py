@@ -1,0 +1,184 @@
+"""Who is producing into a cache: heartbeats, claims on shards, and leftovers of the dead.
+
+Takes the cache folder; each process keeps one file `producers/<host>-<pid>-<nonce>.json` fresh
+while it works and deletes it on the way out. Claims only save work (two producers rarely take the
+same shard); safety is the rename in `files.publish_folder` alone.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hscache import files, layout
+from hscache.zarr_array import canonical_json
+
+BEAT_S = 5.0
+STALE_S = 120.0
+"""A producer on another machine is given up after this much silence; a dead one here at once."""
+
+
+class Producer:
+    """This process's entry among the producers of a cache; a context manager."""
+
+    def __init__(self, cache_dir: Path) -> None:
+        self._cache_dir = cache_dir
+        self._path = layout.producers_dir(cache_dir) / f"{files.process_name()}.json"
+        self._record: dict[str, Any] = {"owner": _this_process(), "claim": None, "tokens": 0}
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> "Producer":
+        layout.producers_dir(self._cache_dir).mkdir(parents=True, exist_ok=True)
+        self._write()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+        self._path.unlink(missing_ok=True)
+
+    def claim_next(self, num_shards: int) -> int | None:
+        """Claim the lowest shard that nobody has published or is working on.
+
+        Returns None when every shard is published or claimed by another live producer.
+        """
+        # Claims first: a producer that publishes in between is then seen in one list or the other.
+        others = set(self._live_claims())
+        published = set(layout.list_shards(self._cache_dir))
+        for shard in range(num_shards):
+            if shard in published or shard in others:
+                continue
+            self._update(claim=shard)
+            # Two that chose at the same moment both see it here; the smaller name keeps it.
+            rivals = [name for s, name in self._live_claims().items() if s == shard]
+            if not rivals or min(rivals) > self._path.name:
+                return shard
+        self._update(claim=None)
+        return None
+
+    def report(self, **figures: Any) -> None:
+        """Publish progress figures with the heartbeat."""
+        self._update(**figures)
+
+    def _live_claims(self) -> dict[int, str]:
+        claims = {}
+        for path in layout.producers_dir(self._cache_dir).glob("*.json"):
+            if path.name == self._path.name:
+                continue
+            record = read_record(path)
+            if record is not None and record.get("claim") is not None and is_alive(path, record):
+                claims[int(record["claim"])] = path.name
+        return claims
+
+    def _update(self, **changes: Any) -> None:
+        with self._lock:
+            self._record.update(changes)
+        self._write()
+
+    def _write(self) -> None:
+        temporary = self._path.with_name(files.temporary_name())
+        # A heartbeat need not survive a power cut, so no fsync; and a full disk must not end the
+        # run here: the writer that cannot store a shard says so properly. Locked, so that the
+        # newer of two records wins.
+        with self._lock, contextlib.suppress(OSError):
+            try:
+                temporary.write_bytes(canonical_json({**self._record, "time": time.time()}))
+                os.replace(temporary, self._path)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+    def _beat(self) -> None:
+        while not self._stopped.wait(BEAT_S):
+            self._write()
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """Read a heartbeat file; None when it is gone or unreadable."""
+    try:
+        record = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def is_alive(path: Path, record: dict[str, Any]) -> bool:
+    """Tell whether the process behind a heartbeat is at work."""
+    owner, here = record.get("owner", {}), _this_process()
+    if all(owner.get(key) == here[key] for key in ("host", "boot", "pid_namespace")):
+        return _start_ticks(int(owner.get("pid", -1))) == owner.get("start_ticks")
+    try:
+        return time.time() - path.stat().st_mtime < STALE_S
+    except FileNotFoundError:
+        return False
+
+
+def clean_leftovers(cache_dir: Path) -> list[str]:
+    """Delete temporary folders and heartbeats whose owner is dead; return what was deleted."""
+    removed = []
+    live: set[str] = set()
+    dead: set[str] = set()
+    for path in layout.producers_dir(cache_dir).glob("*.json"):
+        record = read_record(path)
+        (live if record is not None and is_alive(path, record) else dead).add(path.stem)
+    for folder in (cache_dir, layout.shards_dir(cache_dir), layout.producers_dir(cache_dir)):
+        for path in _temporaries(folder):
+            owner = path.name.removeprefix(files.TEMPORARY_PREFIX).rsplit("-", 1)[0]
+            if owner in live or (owner not in dead and _age_s(path) < STALE_S):
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+            removed.append(path.name)
+    for name in dead:
+        (layout.producers_dir(cache_dir) / f"{name}.json").unlink(missing_ok=True)
+    return removed
+
+
+def _temporaries(folder: Path) -> Iterator[Path]:
+    if folder.is_dir():
+        yield from folder.glob(f"{files.TEMPORARY_PREFIX}*")
+
+
+def _age_s(path: Path) -> float:
+    try:
+        return time.time() - path.lstat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _this_process() -> dict[str, Any]:
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+        return {
+            "host": os.uname().nodename,
+            "boot": boot,
+            "pid_namespace": namespace,
+            "pid": os.getpid(),
+            "start_ticks": _start_ticks(os.getpid()),
+        }
+    # Without /proc nobody can be proven dead; heartbeats then age out.
+    return {"host": os.uname().nodename, "boot": files.process_name(), "pid_namespace": ""}
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since boot; None if no such process runs.
+
+    The pid alone is not enough: after a crash another program may have got it. A zombie, killed but
+    not yet reaped (in a container perhaps never), does not run.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rsplit(")", 1)[1].split()
+    return None if fields[0] in "ZX" else int(fields[19])

@@ -1,0 +1,298 @@
+"""Open a cache and read it: documents, shards, identity. numpy only; never writes.
+
+    cache = hscache.open("/nvme/cache")
+    document = cache.documents[0]
+    document.input_ids, document.loss_mask, document.hidden_states(layer=16)
+    document.torch()      # the same as torch tensors
+
+Opening reads the root and the plan; a shard's metadata is read when one of its documents is.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from hscache import layout
+from hscache.errors import CacheIncompleteError, CacheMismatchError, ConfigError, ShardCorruptError
+from hscache.manifest import Identity, ShardManifest, read_group
+from hscache.plan import Plan
+from hscache.planes import Bits, decode
+from hscache.writer import cache_fingerprint
+from hscache.zarr_array import ZarrArrayReader
+
+if TYPE_CHECKING:
+    import torch
+
+_OPEN_SHARDS = 64
+
+
+def open_cache(path: str | os.PathLike[str]) -> "Cache":
+    """Open the cache in a folder.
+
+    Raises ConfigError when there is none, ShardCorruptError when its metadata is damaged, and
+    CacheMismatchError when it was written by a newer hscache.
+    """
+    cache_dir = Path(path)
+    root = layout.root_file(cache_dir)
+    if not root.is_file():
+        raise ConfigError(
+            f"{cache_dir} is no hidden-state cache: {root} does not exist. Give the folder that "
+            "`hscache produce --shard-dir` wrote."
+        )
+    return Cache(cache_dir, read_group(root, Identity))
+
+
+class Cache:
+    """A directory of shards, and the plan they follow."""
+
+    def __init__(self, path: Path, identity: Identity) -> None:
+        self.path = path
+        self.identity = identity
+        self.plan = Plan(path)
+        if self.plan.manifest.corpus_sha256 != identity.content.corpus_sha256:
+            raise ShardCorruptError(f"{path}: plan/ belongs to another corpus than the root says.")
+        self._shard = lru_cache(maxsize=_OPEN_SHARDS)(self._open_shard)
+
+    def __repr__(self) -> str:
+        content, states = self.identity.content, self.identity.states
+        return (
+            f"Cache({str(self.path)!r}: {content.num_documents:,} documents, "
+            f"{content.num_tokens:,} tokens, {len(self.published_shards())}/{content.num_shards} "
+            f"shards, layers {list(states.target_layer_ids)} x {states.hidden_size} of "
+            f"{states.target})"
+        )
+
+    @property
+    def documents(self) -> "Documents":
+        """All documents of the plan, held-out ones first."""
+        return Documents(self, range(self.plan.num_documents))
+
+    @property
+    def held_out(self) -> "Documents":
+        """The held-out documents."""
+        return Documents(self, self._documents_of(self.plan.held_out_shards))
+
+    @property
+    def training(self) -> "Documents":
+        """The documents to train on."""
+        return Documents(self, self._documents_of(self.plan.training_shards))
+
+    def published_shards(self) -> list[int]:
+        """Return the ids of the plan's shards on disk, freed ones (tombstones) included."""
+        return [shard for shard in layout.list_shards(self.path) if shard < self.plan.num_shards]
+
+    def shard_manifest(self, shard: int) -> ShardManifest:
+        """Read a published shard's attributes and nothing else of it; raises as `shard` does."""
+        where = layout.shard_dir(self.path, shard)
+        if not (where / "zarr.json").is_file():
+            raise CacheIncompleteError(
+                f"shard {shard} of {self.path} has not been published: "
+                f"{len(self.published_shards())} of {self.plan.num_shards} shards are there. "
+                "Run `hscache produce` again with the same settings to finish the cache."
+            )
+        manifest = read_group(where / "zarr.json", ShardManifest)
+        if manifest.cache != cache_fingerprint(self.identity) or manifest.shard != shard:
+            raise CacheMismatchError(
+                f"{where} says it is shard {manifest.shard} of another cache. Delete it and run "
+                "`hscache produce` again."
+            )
+        return manifest
+
+    def shard(self, shard: int) -> "Shard":
+        """Open a published shard.
+
+        Raises CacheIncompleteError when it is not there, CacheMismatchError when it belongs to
+        another cache, ShardCorruptError when its metadata is damaged.
+        """
+        return self._shard(shard)
+
+    def _open_shard(self, shard: int) -> "Shard":
+        return Shard(self, shard, self.shard_manifest(shard))
+
+    def _documents_of(self, shards: range) -> range:
+        if not shards:
+            return range(0)
+        first = self.plan.shard_documents(shards[0])
+        last = self.plan.shard_documents(shards[-1])
+        return range(first.start, last.stop)
+
+
+class Shard:
+    """A published shard: `manifest`, and the states of its documents."""
+
+    def __init__(self, cache: Cache, number: int, manifest: ShardManifest) -> None:
+        self.cache = cache
+        self.number = number
+        self.manifest = manifest
+        where = layout.shard_dir(cache.path, number)
+        if manifest.state == "freed":
+            raise CacheIncompleteError(f"{where} has been freed: its states are no longer on disk.")
+        states = cache.identity.states
+        self._layouts = layout.state_layouts(
+            manifest.codec, len(states.target_layer_ids), states.hidden_size
+        )
+        side = {
+            name: ZarrArrayReader(where / name, array_layout, manifest.arrays[name])
+            for name, array_layout in layout.SHARD_SIDE_ARRAYS.items()
+        }
+        offsets, rows = (
+            side[name].read(0, side[name].num_rows) for name in ("doc_offsets", "doc_rows")
+        )
+        planned = cache.plan.shard_documents(number)
+        kept = np.isin(np.arange(planned.start, planned.stop), rows)
+        lengths = cache.plan.lengths[planned.start : planned.stop][kept]
+        expected = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        if (
+            len(rows) != len(lengths)
+            or not np.array_equal(offsets, expected)
+            or offsets[-1] != manifest.num_tokens
+        ):
+            raise ShardCorruptError(f"{where}: document offsets disagree with the plan.")
+        self.doc_rows: npt.NDArray[np.int64] = rows
+        self._start = dict(zip(rows.tolist(), offsets[:-1].tolist(), strict=True))
+
+    def __repr__(self) -> str:
+        m = self.manifest
+        return (
+            f"Shard({self.number}: {m.num_documents} documents, {m.num_tokens:,} tokens, "
+            f"{m.stored_bytes / 1e6:,.1f} MB, {m.raw_bytes / max(1, m.stored_bytes):.2f}x smaller)"
+        )
+
+    @cached_property
+    def _readers(self) -> dict[str, ZarrArrayReader]:
+        where = layout.shard_dir(self.cache.path, self.number)
+        return {
+            name: ZarrArrayReader(where / name, array_layout, self.manifest.arrays[name])
+            for name, array_layout in self._layouts.items()
+        }
+
+    def bits(self, document: int, layer_index: int | None = None) -> Bits:
+        """Return a document's states as bf16 bits, uint16 [T, L, H] or [T, H] of one layer.
+
+        Raises CacheIncompleteError when the document was quarantined.
+        """
+        start = self._start.get(document)
+        if start is None:
+            reasons = {q.document: q.reason for q in self.manifest.quarantined}
+            raise CacheIncompleteError(
+                f"document {document} is not in shard {self.number} of {self.cache.path}: "
+                f"{reasons.get(document, 'it belongs to another shard')}."
+            )
+        return self.read_bits(start, start + int(self.cache.plan.lengths[document]), layer_index)
+
+    def read_bits(self, start: int, stop: int, layer_index: int | None = None) -> Bits:
+        """Return states of the shard's tokens [start, stop) as bf16 bits."""
+        arrays = {name: r.read(start, stop, layer_index) for name, r in self._readers.items()}
+        bits = decode(arrays, self.manifest.codec)
+        return bits if layer_index is None else bits[:, 0]
+
+    def start_of(self, document: int) -> int | None:
+        """Return where a document starts in the shard, None if it was quarantined."""
+        return self._start.get(document)
+
+
+@dataclass(frozen=True)
+class TorchDocument:
+    """A document as torch tensors: `input_ids` int64 [T], `loss_mask` bool [T], `hidden_states`
+    bfloat16 [T, L, H]."""
+
+    input_ids: "torch.Tensor"
+    loss_mask: "torch.Tensor"
+    hidden_states: "torch.Tensor"
+
+
+class Document:
+    """One document of the cache; arrays are read from disk when asked for."""
+
+    def __init__(self, cache: Cache, row: int) -> None:
+        self._cache = cache
+        self.row = row
+
+    def __repr__(self) -> str:
+        return f"Document({self.row}: {self.num_tokens} tokens, shard {self.shard_number})"
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the document."""
+        return int(self._cache.plan.lengths[self.row])
+
+    @property
+    def shard_number(self) -> int:
+        """The shard that holds (or will hold) the document's states."""
+        return int(self._cache.plan.shards[self.row])
+
+    @property
+    def key(self) -> int:
+        """64-bit hash of ids and mask."""
+        return int(self._cache.plan.keys[self.row])
+
+    @property
+    def source_row(self) -> int:
+        """Row of the input the document came from, counted over all input files."""
+        return int(self._cache.plan.source_rows[self.row])
+
+    @property
+    def input_ids(self) -> npt.NDArray[np.int32]:
+        """Token ids, int32 [T]."""
+        return self._cache.plan.input_ids(self.row)
+
+    @property
+    def loss_mask(self) -> npt.NDArray[np.bool_]:
+        """True where the token is supervised, bool [T]."""
+        return self._cache.plan.loss_mask(self.row).astype(bool)
+
+    def hidden_states(self, layer: int | None = None) -> npt.NDArray[Any]:
+        """Return ml_dtypes.bfloat16 [T, L, H], or [T, H] of the layer with that target_layer_id."""
+        layer_ids = self._cache.identity.states.target_layer_ids
+        if layer is not None and layer not in layer_ids:
+            raise ConfigError(f"layer {layer} is not in this cache; it has {list(layer_ids)}.")
+        index = None if layer is None else layer_ids.index(layer)
+        bits = self._cache.shard(self.shard_number).bits(self.row, index)
+        return bits.view(ml_dtypes.bfloat16)
+
+    def torch(self) -> TorchDocument:
+        """Return everything as torch tensors (imports torch)."""
+        import torch
+
+        bits = self.hidden_states().view(np.int16)
+        return TorchDocument(
+            input_ids=torch.from_numpy(self.input_ids.astype(np.int64)),
+            loss_mask=torch.from_numpy(self.loss_mask),
+            hidden_states=torch.from_numpy(bits).view(torch.bfloat16),
+        )
+
+
+class Documents(Sequence[Document]):
+    """A range of plan rows as a sequence of documents."""
+
+    def __init__(self, cache: Cache, rows: range) -> None:
+        self._cache = cache
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Document]:
+        return (Document(self._cache, row) for row in self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Document: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Documents": ...
+    def __getitem__(self, index: int | slice) -> "Document | Documents":
+        if isinstance(index, slice):
+            return Documents(self._cache, self._rows[index])
+        return Document(self._cache, self._rows[index])
+
+    def __repr__(self) -> str:
+        return f"Documents({len(self)})"

@@ -1,0 +1,347 @@
+"""`hscache regenerate`: let the target answer prompts itself, for DFlash is trained on the target's
+own text.
+
+Takes in JSONL prompts and a target; hands on a JSONL file of finished conversations, appended to
+row by row in the order in which answers end. Killed at any time and started again, it continues
+behind the rows already there.
+
+    hscache regenerate --target DIR --prompts prompts.jsonl --output answers.jsonl
+"""
+
+import fcntl
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jinja2 import TemplateError
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from hscache.config import RegenerateConfig
+from hscache.errors import (
+    CacheMismatchError,
+    ConfigError,
+    DataError,
+    DiskFullError,
+    StoppedBySignal,
+)
+from hscache.files import disk_full_named, replace_atomically
+from hscache.progress import Progress
+from hscache.prompts import Prompt, read_jsonl, read_prompts
+from hscache.report import format_seconds, format_table
+from hscache.signals import stop_requested
+from hscache.slot_decode import Answer, Request, decode_slots
+from hscache.target import DTYPES, choose_device
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegenerateSummary:
+    """What a run did; every row read is counted once in the first four fields together."""
+
+    num_stopped: int
+    """Answers that ended with a stop token."""
+    num_cut: int
+    """Answers cut at `max_new_tokens`."""
+    num_already_done: int
+    """Rows whose answer was in the output before."""
+    num_too_long: int
+    """Rows left out: prompt and answer would not fit into the target's context."""
+    num_new_tokens: int
+    """Generated tokens, stop tokens included."""
+    wall_s: float
+    """Seconds of decoding, without loading the model."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows read."""
+        return self.num_stopped + self.num_cut + self.num_already_done + self.num_too_long
+
+    def table(self) -> str:
+        """Return the end table."""
+        rate = f"{self.num_new_tokens / max(self.wall_s, 1e-9):.0f} tokens/s"
+        rows = [
+            ("rows in", self.num_rows, ""),
+            ("already answered", self.num_already_done, "skipped"),
+            ("too long", self.num_too_long, "left out: prompt + max_new_tokens exceed the context"),
+            ("answered", self.num_stopped + self.num_cut, f"in {format_seconds(self.wall_s)}"),
+            ("  ended by a stop token", self.num_stopped, ""),
+            ("  cut at max_new_tokens", self.num_cut, ""),
+            ("new tokens", self.num_new_tokens, rate),
+        ]
+        return format_table(["regenerate", "count", ""], rows)
+
+
+def run(config: RegenerateConfig, *, dry_run: bool) -> None:
+    """Answer all prompts that the output does not hold yet and print the end table; see
+    `regenerate`."""
+    if not dry_run:
+        print(regenerate(config).table())
+        return
+    prompts = read_prompts(config.prompts)
+    settings = run_settings(config)
+    _check_settings(config.output, settings)
+    done = _rows_done(config.output, prompts)
+    rows = [
+        *((name, json.dumps(value)) for name, value in settings.items()),
+        ("output", str(config.output)),
+        ("rows in", len(prompts)),
+        ("already answered", len(done)),
+        ("to answer", len(prompts) - len(done)),
+    ]
+    print(format_table(["would regenerate", ""], rows))
+
+
+def regenerate(config: RegenerateConfig) -> RegenerateSummary:
+    """Answer all prompts that the output does not hold yet.
+
+    Each output row is {"id", "messages" (the answer last), "finish_reason" ("stop" or "length"),
+    "temperature", "completion_tokens" (stop token included)}. What fixes the answers is kept in
+    `OUTPUT.settings.json`.
+    Raises `DataError` for bad rows, `CacheMismatchError` if the output was made with other settings
+    or other prompts, `UnsupportedTargetError` for targets without full attention, and
+    `StoppedBySignal` after SIGTERM or Ctrl-C; the rows written until then are whole and are kept.
+    """
+    prompts = read_prompts(config.prompts)
+    settings = run_settings(config)
+    with _open_output(config.output, settings) as output, stop_requested() as stop:
+        done = _rows_done(config.output, prompts)
+        todo = [prompt for prompt in prompts if prompt.key not in done]
+        counts = dict.fromkeys(("stop", "length", "too long", "tokens"), 0)
+        start_s = time.monotonic()
+        if todo:
+            model, tokenizer = load_generator(config.target, config.dtype, config.device)
+            start_s = time.monotonic()
+            progress = Progress(len(prompts), unit="rows", label="regenerate", initial=len(done))
+            with progress:
+                _answer_all(config, todo, model, tokenizer, output, progress, counts, stop)
+        return RegenerateSummary(
+            num_stopped=counts["stop"],
+            num_cut=counts["length"],
+            num_already_done=len(done),
+            num_too_long=counts["too long"],
+            num_new_tokens=counts["tokens"],
+            wall_s=time.monotonic() - start_s,
+        )
+
+
+def _answer_all(
+    config: RegenerateConfig,
+    todo: Sequence[Prompt],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    output: BinaryIO,
+    progress: Progress,
+    counts: dict[str, int],
+    stop: Callable[[], int | None],
+) -> None:
+    """Decode `todo`, append each answer to `output` when it ends, and keep `counts`."""
+    prompts = {prompt.key: prompt for prompt in todo}
+    stop_ids = find_stop_ids(model, tokenizer)
+    longest_prompt = getattr(model.config, "max_position_embeddings", 2**62) - config.max_new_tokens
+    start_s = time.monotonic()
+
+    def requests() -> Iterator[Request]:
+        for prompt in todo:
+            ids = prompt_ids(prompt, tokenizer)
+            if len(ids) <= longest_prompt:
+                yield Request(key=prompt.key, prompt_ids=ids)
+                continue
+            counts["too long"] += 1
+            progress.advance()
+            logger.warning("row %r is left out: its prompt has %d tokens", prompt.id, len(ids))
+
+    def on_step(num_tokens: int) -> None:
+        counts["tokens"] += num_tokens
+        rate = counts["tokens"] / max(time.monotonic() - start_s, 1e-9)
+        progress.advance(0, **{"tokens/s": round(rate)})
+        signum = stop()
+        if signum is not None:
+            num_answered = counts["stop"] + counts["length"]
+            raise StoppedBySignal(
+                f"stopped by signal {signum} after {num_answered} answers, all of them in "
+                f"{config.output}; run the "
+                "same command again to continue.",
+                signum=signum,
+            )
+
+    for answer in decode_slots(
+        model,
+        requests(),
+        batch_size=config.batch_size,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        seed=config.seed,
+        stop_ids=stop_ids,
+        on_step=on_step,
+    ):
+        row = output_row(prompts[answer.key], answer, tokenizer, stop_ids, config.temperature)
+        _append_row(output, config.output, row)
+        counts[answer.finish_reason] += 1
+        progress.advance()
+
+
+def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids of the conversation up to the answer; `DataError` if the template refuses."""
+    apply: Any = tokenizer.apply_chat_template
+    try:
+        return apply(prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    except TemplateError as error:
+        raise DataError(
+            f"row {prompt.id!r}: the target's chat template refuses these messages: {error} "
+            "Mend the row or take it out."
+        ) from error
+
+
+def output_row(
+    prompt: Prompt,
+    answer: Answer,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_ids: Collection[int],
+    temperature: float,
+) -> dict[str, Any]:
+    """Return the conversation with its answer, as it is written; special tokens are left out of the
+    text."""
+    text_ids = answer.ids[:-1] if answer.ids[-1] in stop_ids else answer.ids
+    content = tokenizer.decode(text_ids, skip_special_tokens=True)
+    return {
+        "id": prompt.id,
+        "messages": [*prompt.messages, {"role": "assistant", "content": content}],
+        "finish_reason": answer.finish_reason,
+        "temperature": temperature,
+        "completion_tokens": len(answer.ids),
+    }
+
+
+def load_generator(
+    path: str, dtype: str, device: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the target for generation; raise `ConfigError` if its tokenizer has no chat template."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"the tokenizer of {path} has no chat template, so messages cannot become a prompt. "
+            "Use an instruction model, or add chat_template.jinja to its folder."
+        )
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
+    return model.to(choose_device(device)).eval(), tokenizer
+
+
+def find_stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the ids that end an answer: the model's and tokenizer's, ChatML's <|im_end|>."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    stop_ids = set(configured if isinstance(configured, list) else [configured])
+    stop_ids |= {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")}
+    return {stop_id for stop_id in stop_ids if stop_id is not None}
+
+
+def run_settings(config: RegenerateConfig) -> dict[str, Any]:
+    """Return what fixes the answers: sampling, and the target, told by its weight files' sizes."""
+    folder = Path(config.target)
+    weights = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    return {
+        "target": str(folder.resolve()) if folder.is_dir() else config.target,
+        "weight_file_bytes": {path.name: path.stat().st_size for path in weights},
+        "temperature": config.temperature,
+        "max_new_tokens": config.max_new_tokens,
+        "seed": config.seed,
+    }
+
+
+def _settings_path(output: Path) -> Path:
+    return output.with_name(f"{output.name}.settings.json")
+
+
+def _check_settings(output: Path, settings: dict[str, Any]) -> bool:
+    """Return whether the output was begun; raise `CacheMismatchError` if with other settings."""
+    path = _settings_path(output)
+    if not path.exists():
+        if output.exists() and output.stat().st_size:
+            raise CacheMismatchError(
+                f"{output} exists but {path.name} beside it does not, so it is not known how its "
+                "rows were made. Choose another output."
+            )
+        return False
+    try:
+        found = dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{path} is not a JSON object: {error}. Choose another output.") from error
+    fields = [name for name in {**found, **settings} if found.get(name) != settings.get(name)]
+    if fields:
+        rows = [(f, json.dumps(found.get(f)), json.dumps(settings.get(f))) for f in fields]
+        raise CacheMismatchError(
+            f"{output} was begun with other settings:\n"
+            f"{format_table(['field', 'in the output', 'now'], rows)}\n"
+            "Use the same settings to continue, or another output."
+        )
+    return True
+
+
+@contextmanager
+def _open_output(path: Path, settings: dict[str, Any]) -> Iterator[BinaryIO]:
+    """Open the output for appending, alone; its settings are on disk before its first row."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as output:
+        try:
+            fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another process is writing {path}; wait for it, or choose another output."
+            ) from error
+        if not _check_settings(path, settings):
+            replace_atomically(
+                _settings_path(path), json.dumps(settings, indent=2).encode() + b"\n"
+            )
+        _drop_half_written_row(path, output)
+        yield output
+
+
+def _drop_half_written_row(path: Path, output: BinaryIO) -> None:
+    """Cut what follows the last newline: a kill in the middle of a write leaves such a piece."""
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        logger.warning("%s: dropped a half-written last row of %d bytes", path, len(data) - whole)
+        os.ftruncate(output.fileno(), whole)
+
+
+def _rows_done(output: Path, prompts: Sequence[Prompt]) -> set[str]:
+    """Return the keys of answered prompts; raise `CacheMismatchError` if one has changed since."""
+    if not output.exists():
+        return set()
+    by_key = {prompt.key: prompt for prompt in prompts}
+    done: set[str] = set()
+    for line_number, row in read_jsonl(output, ended_lines_only=True):
+        key = str(row.get("id"))
+        if key not in by_key:
+            continue
+        if row.get("messages", [])[:-1] != by_key[key].messages:
+            raise CacheMismatchError(
+                f"{output}, line {line_number}: id {row['id']!r} answers another prompt than the "
+                "one of that id now. Use the prompts the output was begun with, or another output."
+            )
+        done.add(key)
+    return done
+
+
+def _append_row(output: BinaryIO, path: Path, row: dict[str, Any]) -> None:
+    """Append one line by one unbuffered write, so that only a kill inside it can leave a piece."""
+    line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
+    with disk_full_named(path):
+        num_written = output.write(line)
+    if num_written != len(line):
+        raise DiskFullError(
+            f"only {num_written} of {len(line)} bytes fitted into {path}; free some space and run "
+            "the same command again to continue."
+        )

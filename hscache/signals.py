@@ -1,0 +1,46 @@
+"""Turn Ctrl-C and SIGTERM into an orderly stop; a second signal kills at once."""
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from hscache.errors import StoppedBySignal
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def stop_requested() -> Iterator[Callable[[], int | None]]:
+    """Yield a function that returns the signal received so far, or None; the work polls it."""
+    received: list[int] = []
+
+    def remember(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        signal.signal(signum, signal.SIG_DFL)
+
+    with _handlers(remember):
+        yield lambda: received[0] if received else None
+
+
+@contextlib.contextmanager
+def raise_on_stop() -> Iterator[None]:
+    """Raise StoppedBySignal in the main thread when a signal comes; `finally` blocks clean up."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        signal.signal(signum, signal.SIG_DFL)
+        name = signal.Signals(signum).name
+        raise StoppedBySignal(f"stopped by {name}; what was published stays.", signum=signum)
+
+    with _handlers(stop):
+        yield
+
+
+@contextlib.contextmanager
+def _handlers(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    previous = {signum: signal.signal(signum, handler) for signum in _SIGNALS}
+    try:
+        yield
+    finally:
+        for signum, old in previous.items():
+            signal.signal(signum, old)

@@ -1,0 +1,1 @@
+"""trainer: train a speculative-decoding drafter from a cache of hidden states."""

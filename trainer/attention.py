@@ -1,0 +1,174 @@
+"""Attention of DFlash blocks: each block sees an interval of the row's context and itself.
+
+Takes queries, keys and values that are already normed and rotated; hands back one vector per query
+head. `plan_attention` turns the intervals into masks once per forward, `block_attention` runs one
+layer. Work goes document by document, so the cost follows the documents' lengths, not the row's.
+
+Axes: N blocks, B block slots, S context tokens, h query heads, K key heads, G = h / K, d head
+width, R = N * B * G query rows of one key head; of one document: n blocks, C context tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+Backend = Literal["split", "sdpa"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DocumentBlocks:
+    """Consecutive blocks that start from the same context position: those of one document."""
+
+    first_block: int
+    last_block: int
+    """One past the group's last block."""
+    context_start: int
+    context_end: int
+    """One past the last context position that any of them sees."""
+    bias: torch.Tensor
+    """0 where visible, -inf elsewhere: [n, 1, C] for `split`, [n * B * G, C + n * B] for `sdpa`."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionPlan:
+    """What all layers of one forward share."""
+
+    backend: Backend
+    documents: tuple[DocumentBlocks, ...]
+
+
+def plan_attention(
+    context_start_N: torch.Tensor,
+    context_end_N: torch.Tensor,
+    *,
+    block_size: int,
+    queries_per_key_head: int,
+    dtype: torch.dtype,
+    backend: Backend | None = None,
+) -> AttentionPlan:
+    """Group the blocks by document and build the masks; N >= 1, int64 intervals start <= s < end.
+
+    An empty interval is allowed: the block then sees only itself, so the output stays finite.
+    `split` writes the scores down and is twice as fast on a CPU; `sdpa` never does and needs far
+    less memory. None picks by device. Copies the intervals to the host, once per forward.
+    """
+    device = context_start_N.device
+    if backend is None:
+        backend = "split" if device.type == "cpu" else "sdpa"
+    starts, ends = context_start_N.tolist(), context_end_N.tolist()
+    edges = [n for n in range(1, len(starts)) if starts[n] != starts[n - 1]]
+    documents = []
+    for first, last in zip([0, *edges], [*edges, len(starts)], strict=True):
+        start, end = starts[first], max(ends[first:last])
+        visible_nC = torch.arange(start, end, device=device) < context_end_N[first:last, None]
+        if backend == "split":
+            visible = visible_nC[:, None]
+        else:
+            n = last - first
+            own_nn = torch.eye(n, dtype=torch.bool, device=device)
+            visible_nk = torch.cat([visible_nC, own_nn.repeat_interleave(block_size, dim=1)], dim=1)
+            visible = visible_nk.repeat_interleave(block_size * queries_per_key_head, dim=0)
+        bias = torch.zeros(visible.shape, dtype=dtype, device=device)
+        documents.append(
+            DocumentBlocks(
+                first_block=first,
+                last_block=last,
+                context_start=start,
+                context_end=end,
+                bias=bias.masked_fill_(~visible, float("-inf")),
+            )
+        )
+    return AttentionPlan(backend=backend, documents=tuple(documents))
+
+
+def block_attention(
+    q_NBhd: torch.Tensor,
+    k_context_SKd: torch.Tensor,
+    v_context_SKd: torch.Tensor,
+    k_block_NBKd: torch.Tensor,
+    v_block_NBKd: torch.Tensor,
+    plan: AttentionPlan,
+) -> torch.Tensor:
+    """Attend from each block to its context and, both ways, to its own slots; [N, B, h, d].
+
+    Scores are scaled by d ** -0.5. Other blocks and positions outside the interval have weight
+    exactly 0, so they change neither the output nor any gradient.
+    """
+    num_blocks, block_size, num_heads, head_dim = q_NBhd.shape
+    num_key_heads = k_context_SKd.shape[1]
+    group_size = num_heads // num_key_heads
+    # The query heads of one key head become more rows of the same product: K is never repeated.
+    q_KRd = (
+        q_NBhd.view(num_blocks, block_size, num_key_heads, group_size, head_dim)
+        .permute(2, 0, 1, 3, 4)
+        .reshape(num_key_heads, num_blocks * block_size * group_size, head_dim)
+    )
+    attend = _split_attention if plan.backend == "split" else _sdpa_attention
+    out_KRd = attend(q_KRd, k_context_SKd, v_context_SKd, k_block_NBKd, v_block_NBKd, plan)
+    return (
+        out_KRd.view(num_key_heads, num_blocks, block_size, group_size, head_dim)
+        .permute(1, 2, 0, 3, 4)
+        .reshape(num_blocks, block_size, num_heads, head_dim)
+    )
+
+
+def _split_attention(
+    q_KRd: torch.Tensor,
+    k_context_SKd: torch.Tensor,
+    v_context_SKd: torch.Tensor,
+    k_block_NBKd: torch.Tensor,
+    v_block_NBKd: torch.Tensor,
+    plan: AttentionPlan,
+) -> torch.Tensor:
+    # Own-block scores of all blocks in one product, context scores per document, one softmax over
+    # both: no score between two blocks is ever computed.
+    num_blocks, block_size, num_key_heads, head_dim = k_block_NBKd.shape
+    block_shape = (num_key_heads, num_blocks, -1, head_dim)
+    q_KRd = q_KRd * head_dim**-0.5
+    k_KdS, v_KSd = k_context_SKd.permute(1, 2, 0), v_context_SKd.transpose(0, 1)
+    v_KNBd = v_block_NBKd.permute(2, 0, 1, 3)
+    own_KNrB = q_KRd.view(block_shape) @ k_block_NBKd.permute(2, 0, 3, 1)
+    rows = own_KNrB.shape[2]  # B * G query rows of one block
+    outs = []
+    for doc in plan.documents:
+        blocks = slice(doc.first_block, doc.last_block)
+        context = slice(doc.context_start, doc.context_end)
+        n, num_context = doc.last_block - doc.first_block, doc.context_end - doc.context_start
+        q_Krd = q_KRd[:, doc.first_block * rows : doc.last_block * rows]
+        scores_Knrc = (q_Krd @ k_KdS[:, :, context]).view(num_key_heads, n, rows, num_context)
+        scores_Knrk = torch.cat([scores_Knrc + doc.bias, own_KNrB[:, blocks]], dim=-1)
+        context_weights, own_weights = scores_Knrk.softmax(-1).split([num_context, block_size], -1)
+        context_weights = context_weights.reshape(num_key_heads, n * rows, num_context)
+        context_Krd = context_weights @ v_KSd[:, context]
+        own_Knrd = own_weights @ v_KNBd[:, blocks]
+        outs.append(context_Krd.view(num_key_heads, n, rows, head_dim) + own_Knrd)
+    return torch.cat(outs, dim=1)
+
+
+def _sdpa_attention(
+    q_KRd: torch.Tensor,
+    k_context_SKd: torch.Tensor,
+    v_context_SKd: torch.Tensor,
+    k_block_NBKd: torch.Tensor,
+    v_block_NBKd: torch.Tensor,
+    plan: AttentionPlan,
+) -> torch.Tensor:
+    rows = q_KRd.shape[1] // len(k_block_NBKd)  # B * G query rows of one block
+    outs = []
+    for doc in plan.documents:
+        blocks = slice(doc.first_block, doc.last_block)
+        context = slice(doc.context_start, doc.context_end)
+        k_kKd = torch.cat([k_context_SKd[context], k_block_NBKd[blocks].flatten(0, 1)])
+        v_kKd = torch.cat([v_context_SKd[context], v_block_NBKd[blocks].flatten(0, 1)])
+        out_1Krd = F.scaled_dot_product_attention(
+            q_KRd[None, :, doc.first_block * rows : doc.last_block * rows],
+            k_kKd.transpose(0, 1)[None],
+            v_kKd.transpose(0, 1)[None],
+            attn_mask=doc.bias,
+        )
+        outs.append(out_1Krd[0])
+    return torch.cat(outs, dim=1)

@@ -1,0 +1,238 @@
+"""Batches from shards: a background thread decodes states and lays rows out, ahead of training.
+
+Takes a cache and a schedule; hands on `Batch`es in a fixed order with the position after each. A
+bounded queue keeps at most a few rows ahead; `wait_s` counts how long training stood still for data.
+
+Axes: S row tokens, F = layers * hidden, N anchor slots, K predicted slots, M scored slots.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from hscache.reader import Cache, Shard
+from trainer.rows import Row, RowDocument, build_row
+from trainer.schedule import AnchorRule, Position, RowPlan, Visit, positions, tick_rows
+
+_READ_TOKENS = 4096
+_AHEAD = 4
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """One row as tensors on the training device."""
+
+    features_SF: torch.Tensor
+    position_ids_S: torch.Tensor
+    anchor_ids_N: torch.Tensor
+    context_start_N: torch.Tensor
+    context_end_N: torch.Tensor
+    labels_M: torch.Tensor
+    weights_M: torch.Tensor
+    scored_slots_M: torch.Tensor
+    """indices into hidden states [N * block_size]"""
+    weight_sum: float
+    """sum of weights_M, known on the host: no synchronisation to divide by it"""
+    num_tokens: int
+    num_anchors: int
+    document_ids: tuple[int, ...]
+    position: Position
+    """where the run is once this row is consumed"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSettings:
+    """Shape of a row and of its labels."""
+
+    row_tokens: int
+    anchors_per_row: int
+    block_size: int
+    gamma: float
+
+
+class Loader:
+    """Iterate over the rows of a run from a position on; a context manager that ends its thread.
+
+    `shards` are the training shards in use, ascending; `passes` ordinary epochs over them.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        shards: list[int],
+        *,
+        passes: int,
+        rule: AnchorRule,
+        row: RowSettings,
+        device: torch.device,
+        dtype: torch.dtype,
+        threads: int,
+        start: Position,
+    ) -> None:
+        self._cache, self._shards, self._passes = cache, shards, passes
+        self._rule, self._row, self._start = rule, row, start
+        self._device, self._dtype = device, dtype
+        self._threads = threads
+        self._rows_before = start.rows
+        self._queue: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=_AHEAD)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="loader", daemon=True)
+        self.wait_s = 0.0
+        """Seconds the consumer has waited for rows."""
+
+    def __enter__(self) -> Loader:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stopped.set()
+        while self._thread.is_alive():  # the thread may be blocked on a full queue
+            with self._queue.mutex:
+                self._queue.queue.clear()
+                self._queue.not_full.notify_all()
+            self._thread.join(timeout=0.05)
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            started = time.perf_counter()
+            item = self._queue.get()
+            self.wait_s += time.perf_counter() - started
+            if item is None:
+                return
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    @property
+    def num_ticks(self) -> int:
+        """Ticks of the run: one shard each, pass after pass."""
+        return len(self._shards) * self._passes
+
+    def _work(self) -> None:
+        try:
+            for tick in range(self._start.tick, self.num_ticks):
+                for batch in self._tick(tick):
+                    if self._stopped.is_set():
+                        return
+                    self._queue.put(batch)
+            self._queue.put(None)
+        except BaseException as error:
+            self._queue.put(error)
+
+    def _tick(self, tick: int) -> Iterator[Batch]:
+        pass_index, index = divmod(tick, len(self._shards))
+        shard = self._cache.shard(self._shards[index])
+        rows = tick_rows(
+            self._cache.plan,
+            [Visit(shard=shard.number, pass_index=pass_index)],
+            self._rule,
+            tick=tick,
+            row_tokens=self._row.row_tokens,
+            anchors_per_row=self._row.anchors_per_row,
+            skip=frozenset(q.document for q in shard.manifest.quarantined),
+        )
+        start = self._start if tick == self._start.tick else self._first_position(tick)
+        if start.row_in_tick >= len(rows):
+            self._rows_before = start.rows
+            return
+        bits_TLH = read_shard(shard, self._threads)
+        for row, position in zip(
+            rows[start.row_in_tick :], positions(len(rows), tick, start), strict=True
+        ):
+            yield self._batch(row, shard, bits_TLH, position)
+            self._rows_before = position.rows
+
+    def _first_position(self, tick: int) -> Position:
+        return Position(rows=self._rows_before, tick=tick, row_in_tick=0)
+
+    def _batch(self, plan: RowPlan, shard: Shard, bits_TLH: np.ndarray, position: Position) -> Batch:
+        documents = [
+            RowDocument(
+                document_id=document,
+                input_ids_T=self._cache.plan.input_ids(document),
+                loss_mask_T=self._cache.plan.loss_mask(document) != 0,
+            )
+            for document in plan.documents
+        ]
+        row = build_row(
+            documents,
+            plan.anchors,
+            row_tokens=self._row.row_tokens,
+            anchors_per_row=self._row.anchors_per_row,
+            block_size=self._row.block_size,
+            gamma=self._row.gamma,
+        )
+        features = np.zeros((self._row.row_tokens, *bits_TLH.shape[1:]), np.uint16)
+        for document, start, stop in zip(
+            plan.documents, row.document_offsets, row.document_offsets[1:], strict=False
+        ):
+            first = shard.start_of(document)
+            assert first is not None
+            features[start:stop] = bits_TLH[first : first + stop - start]
+        return to_batch(row, features, position, self._device, self._dtype)
+
+
+def read_shard(shard: Shard, threads: int) -> np.ndarray:
+    """Decode a whole shard with several threads; bf16 bits, uint16 [T, L, H]."""
+    num_tokens = shard.manifest.num_tokens
+    starts = range(0, num_tokens, _READ_TOKENS)
+    pieces = [(start, min(start + _READ_TOKENS, num_tokens)) for start in starts]
+    layers, hidden = shard.cache.identity.states.target_layer_ids, shard.cache.identity.states
+    bits_TLH = np.empty((num_tokens, len(layers), hidden.hidden_size), np.uint16)
+
+    def read(piece: tuple[int, int]) -> None:
+        bits_TLH[piece[0] : piece[1]] = shard.read_bits(*piece)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read, pieces))
+    return bits_TLH
+
+
+def to_batch(
+    row: Row, bits_SLH: np.ndarray, position: Position, device: torch.device, dtype: torch.dtype
+) -> Batch:
+    """Turn a row and its states into tensors; on a CPU empty places are cut off, not computed.
+
+    A GPU wants the same shapes in every step, a CPU only pays for them.
+    """
+    tokens = row.num_tokens if device.type == "cpu" else len(row.input_ids_S)
+    anchors = row.num_anchors if device.type == "cpu" else len(row.anchor_ids_N)
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        host = torch.from_numpy(np.ascontiguousarray(array))
+        if device.type == "cuda":
+            return host.pin_memory().to(device, non_blocking=True)
+        return host
+
+    scored_M = row.scored_M
+    weights_M = row.weights_NK.reshape(-1)[scored_M]
+    features = tensor(bits_SLH[:tokens].reshape(tokens, -1).view(np.int16))
+    return Batch(
+        features_SF=features.view(torch.bfloat16).to(dtype),
+        position_ids_S=tensor(row.position_ids_S[:tokens]),
+        anchor_ids_N=tensor(row.anchor_ids_N[:anchors]),
+        context_start_N=tensor(row.context_start_N[:anchors]),
+        context_end_N=tensor(row.context_end_N[:anchors]),
+        labels_M=tensor(row.labels_NK.reshape(-1)[scored_M]),
+        weights_M=tensor(weights_M),
+        scored_slots_M=tensor(row.scored_slots_M),
+        weight_sum=float(weights_M.sum(dtype=np.float64)),
+        num_tokens=row.num_tokens,
+        num_anchors=row.num_anchors,
+        document_ids=row.document_ids,
+        position=position,
+    )

@@ -1,0 +1,264 @@
+"""Checkpoints: a folder other tools load as a DFlash drafter, and all that a resume needs beside it.
+
+Takes drafter, optimizer and position; leaves `checkpoint-<step>/` with `model.safetensors` and
+`config.json` (z-lab's format), `training.safetensors` (fp32 masters, moments, RNG) and
+`trainer_state.json` (position, identity, settings, checksums). A folder appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import crc32c
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+
+from hscache import files
+from hscache.errors import CacheMismatchError, ConfigError, ShardCorruptError
+from hscache.zarr_array import canonical_json
+from trainer.config import DrafterConfig
+from trainer.drafter import Drafter
+from trainer.schedule import Position
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+MODEL, CONFIG, TRAINING, STATE = (
+    "model.safetensors",
+    "config.json",
+    "training.safetensors",
+    "trainer_state.json",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """Everything of a run that is not a tensor."""
+
+    step: int
+    position: Position
+    tokens: int
+    """context tokens consumed"""
+    anchors: int
+    empty_windows: int
+    total_tokens: int
+    cache: dict[str, Any]
+    """identity of the cache"""
+    schedule: dict[str, Any]
+    """shards, passes, stride, anchor rule"""
+    settings: dict[str, Any]
+    """settings that decide the result"""
+    checksums: dict[str, str]
+    """crc32c of the other files"""
+
+
+def drafter_json(
+    config: DrafterConfig, target_config: dict[str, Any], dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return z-lab's config.json of a drafter (dflash.md 3.2); keys are doubled where readers differ.
+
+    `block_size` and `mask_token_id` are read at the top level by some engines and in
+    `dflash_config` by others; `rope_theta` likewise moved between transformers 4 and 5.
+    """
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "block_size": config.block_size,
+        "bos_token_id": target_config.get("bos_token_id"),
+        "dflash_config": {
+            "block_size": config.block_size,
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": list(config.target_layer_ids),
+        },
+        "dtype": str(dtype).removeprefix("torch."),
+        "eos_token_id": target_config.get("eos_token_id"),
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": config.intermediate_size,
+        "layer_types": ["full_attention"] * config.num_hidden_layers,
+        "max_position_embeddings": config.max_position_embeddings,
+        "max_window_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_key_value_heads": config.num_key_value_heads,
+        "num_target_layers": config.num_target_layers,
+        "pad_token_id": target_config.get("pad_token_id"),
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
+        "rope_scaling": None,
+        "rope_theta": config.rope_theta,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": config.vocab_size,
+    }
+
+
+def drafter_config_from_json(config: dict[str, Any], where: Path) -> DrafterConfig:
+    """Read a drafter's config.json.
+
+    Raises ConfigError when a field is missing, or names something this trainer cannot run.
+    """
+    dflash = config.get("dflash_config", {})
+    kinds = set(config.get("layer_types") or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise ConfigError(f"{where}: layer types {sorted(kinds)} are not supported yet.")
+    try:
+        rope = config.get("rope_parameters") or {}
+        return DrafterConfig(
+            **{
+                name: config[name]
+                for name in (
+                    "hidden_size", "intermediate_size", "num_hidden_layers",
+                    "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
+                    "max_position_embeddings", "vocab_size", "num_target_layers",
+                )
+            },
+            rope_theta=rope.get("rope_theta", config.get("rope_theta")),
+            block_size=config.get("block_size") or dflash["block_size"],
+            mask_token_id=dflash["mask_token_id"],
+            target_layer_ids=tuple(dflash["target_layer_ids"]),
+        )  # fmt: skip
+    except KeyError as error:
+        raise ConfigError(f"{where} lacks the field {error}; expected a DFlash config.") from error
+
+
+def save_checkpoint(
+    run_dir: Path,
+    drafter: Drafter,
+    optimizer: torch.optim.Optimizer,
+    state: TrainerState,
+    target_config: dict[str, Any],
+    dtype: torch.dtype,
+    keep: int,
+) -> Path:
+    """Write `checkpoint-<step>` atomically, then delete all but the newest `keep`."""
+    masters = {k: v.detach().cpu().contiguous() for k, v in drafter.state_dict().items()}
+    training = {f"master.{name}": value for name, value in masters.items()}
+    for name, parameter in drafter.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            training[f"optimizer.{key}.{name}"] = value.detach().cpu().contiguous()
+    training["rng"] = torch.get_rng_state()
+    contents = {
+        MODEL: save({k: v.to(dtype) for k, v in masters.items()}, metadata={"format": "pt"}),
+        TRAINING: save(training),
+        CONFIG: json.dumps(drafter_json(drafter.config, target_config, dtype), indent=2).encode(),
+    }
+    checksums = {name: f"{crc32c.crc32c(data):08x}" for name, data in contents.items()}
+    final = run_dir / f"checkpoint-{state.step}"
+    with files.temporary_folder(run_dir) as folder:
+        for name, data in contents.items():
+            files.write_durable(folder / name, data)
+        record = asdict(state) | {"checksums": checksums}
+        files.write_durable(folder / STATE, canonical_json(record))
+        if final.exists():  # the same step of the same run, written before an interruption
+            shutil.rmtree(final)
+        files.publish_folder(folder, final)
+    for old in list_checkpoints(run_dir)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Return the checkpoints of a run, oldest first."""
+    if not run_dir.is_dir():
+        return []
+    found = [(int(m[1]), p) for p in run_dir.iterdir() if (m := _NAME.fullmatch(p.name))]
+    return [path for _, path in sorted(found)]
+
+
+def resolve_checkpoint(path: Path) -> Path:
+    """Return a checkpoint folder from itself or from its run's folder (then the last one)."""
+    if (path / CONFIG).is_file() and (path / MODEL).is_file():
+        return path
+    checkpoints = list_checkpoints(path)
+    if not checkpoints:
+        raise ConfigError(
+            f"{path} is neither a checkpoint ({CONFIG}, {MODEL}) nor a run folder with "
+            "checkpoint-<step> in it."
+        )
+    return checkpoints[-1]
+
+
+def read_state(checkpoint: Path) -> TrainerState:
+    """Read a checkpoint's state and check its files against the checksums in it.
+
+    Raises ShardCorruptError when a file is missing, cut or changed.
+    """
+    try:
+        record = json.loads((checkpoint / STATE).read_bytes())
+        record["position"] = Position(**record["position"])
+        state = TrainerState(**record)
+        for name, checksum in state.checksums.items():
+            if f"{crc32c.crc32c((checkpoint / name).read_bytes()):08x}" != checksum:
+                raise ShardCorruptError(
+                    f"{checkpoint / name} fails its checksum. Delete {checkpoint.name} to resume "
+                    "from the checkpoint before it."
+                )
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ShardCorruptError(
+            f"{checkpoint} is no whole checkpoint ({error}). Delete it to resume from the one "
+            "before it."
+        ) from error
+    return state
+
+
+def restore(checkpoint: Path, drafter: Drafter, optimizer: torch.optim.Optimizer) -> None:
+    """Load masters, moments and RNG into a drafter and its optimizer."""
+    tensors = load_file(checkpoint / TRAINING)
+    drafter.load_state_dict(
+        {k.removeprefix("master."): v for k, v in tensors.items() if k.startswith("master.")}
+    )
+    for name, parameter in drafter.named_parameters():
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            value = tensors[f"optimizer.{key}.{name}"]
+            # fused AdamW keeps its step counters on the device of the parameter
+            optimizer.state[parameter][key] = value.to(parameter.device)
+    torch.set_rng_state(tensors["rng"])
+
+
+def load_drafter(checkpoint: Path) -> Drafter:
+    """Build a drafter from a z-lab folder, ours or a published one; weights as fp32 masters.
+
+    Raises ConfigError when config and weights do not fit together, strictly.
+    """
+    path = resolve_checkpoint(checkpoint)
+    config = drafter_config_from_json(json.loads((path / CONFIG).read_text()), path / CONFIG)
+    drafter = Drafter(config)
+    try:
+        weights = load_file(path / MODEL)
+        drafter.load_state_dict({k: v.float() for k, v in weights.items()}, strict=True)
+    except (RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"{path / MODEL} does not fit {path / CONFIG}: {error}") from error
+    return drafter.eval()
+
+
+def require_same_run(found: TrainerState, expected: TrainerState, checkpoint: Path) -> None:
+    """Refuse to resume under another cache, schedule or setting; the message lists each field."""
+    lines = []
+    for part in ("cache", "schedule", "settings"):
+        lines += _diff(getattr(found, part), getattr(expected, part), part)
+    if lines:
+        raise CacheMismatchError(
+            f"{checkpoint} was made by another run:\n"
+            + "\n".join(lines)
+            + "\nResume with the settings of the checkpoint, or start anew in another --run-dir."
+        )
+
+
+def _diff(a: Any, b: Any, name: str) -> list[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        keys = sorted(set(a) | set(b))
+        return [line for key in keys for line in _diff(a.get(key), b.get(key), f"{name}.{key}")]
+    if a == b or name == "cache.states.target":
+        return []
+    return [f"  {name}: the checkpoint has {a!r}, this run {b!r}"]

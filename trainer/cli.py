@@ -1,0 +1,33 @@
+"""The `trainer` console script."""
+
+import sys
+
+from hscache import settings
+from hscache.settings import Command
+from trainer.config import EvalConfig, FitConfig
+
+COMMANDS = [
+    Command(
+        name="fit",
+        help="train a drafter from a cache, without the target",
+        config=FitConfig,
+        run="trainer.fit:run",
+    ),
+    Command(
+        name="eval",
+        help="measure a drafter's acceptance length, from held-out shards and by real decoding",
+        config=EvalConfig,
+        run="trainer.evaluate:run",
+    ),
+]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `trainer`; return the exit code."""
+    return settings.main(
+        "trainer", "Train speculative-decoding drafters from hidden-state caches.", COMMANDS, argv
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

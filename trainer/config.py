@@ -1,0 +1,256 @@
+"""Settings of the `trainer` commands and the shape of the drafter, as frozen dataclasses.
+
+A YAML file and flags are parsed into these by `hscache.settings`; the text under a field is its
+help. Everything is checked at construction; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from hscache.config import Device, Dtype
+from hscache.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """Shape of a DFlash drafter (arXiv 2602.06036); refuses what could not be trained or served.
+
+    Raises `ConfigError` when a size is not positive, heads do not divide, the mask token lies
+    outside the vocabulary, the block predicts nothing, or the target layers cannot be captured.
+    """
+
+    hidden_size: int
+    """Width of the drafter and of the target: they share the embedding and the head."""
+    intermediate_size: int
+    """Inner width of the gated MLP."""
+    num_hidden_layers: int
+    """Decoder layers of the drafter."""
+    num_attention_heads: int
+    """Query heads; a multiple of `num_key_value_heads`."""
+    num_key_value_heads: int
+    """Key and value heads (grouped-query attention)."""
+    head_dim: int
+    """Width of one head; even, because the rotary embedding turns pairs."""
+    rms_norm_eps: float
+    """Added to the mean square in every RMSNorm."""
+    rope_theta: float
+    """Base of the rotary frequencies; take the target's."""
+    max_position_embeddings: int
+    """Longest position it is said to serve; only written down, no tensor depends on it."""
+    vocab_size: int
+    """Rows of the target's embedding and head."""
+    block_size: int
+    """Slots of one block: the anchor and `block_size - 1` predicted tokens."""
+    mask_token_id: int
+    """Id whose frozen embedding fills the slots to predict."""
+    target_layer_ids: tuple[int, ...]
+    """Target blocks whose output is read: 0-based, before any norm (`hidden_states[i + 1]`)."""
+    num_target_layers: int
+    """Decoder blocks of the target."""
+
+    def __post_init__(self) -> None:
+        # A list arrives from JSON and YAML; a tuple keeps the config hashable.
+        object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
+        for name in (
+            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta",
+            "max_position_embeddings", "vocab_size", "num_target_layers",
+        ):  # fmt: skip
+            if not getattr(self, name) > 0:
+                raise ConfigError(
+                    f"drafter.{name}: found {getattr(self, name)}, expected a number above 0."
+                )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"drafter.num_attention_heads: found {self.num_attention_heads}, expected a "
+                f"multiple of num_key_value_heads ({self.num_key_value_heads}); every key head "
+                "serves the same number of query heads."
+            )
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"drafter.head_dim: found {self.head_dim}, expected an even number (rotary pairs)."
+            )
+        if self.block_size < 2:
+            raise ConfigError(
+                f"drafter.block_size: found {self.block_size}, expected at least 2: slot 0 is the "
+                "known anchor, so a block of 1 predicts nothing."
+            )
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ConfigError(
+                f"drafter.mask_token_id: found {self.mask_token_id}, expected 0 to "
+                f"{self.vocab_size - 1}; it must be a row of the target's embedding."
+            )
+        _check_target_layer_ids(self.target_layer_ids, self.num_target_layers)
+
+    @property
+    def num_features(self) -> int:
+        """Captured target layers that are fed to `fc`."""
+        return len(self.target_layer_ids)
+
+
+def num_parameters(config: DrafterConfig) -> int:
+    """Count the trained parameters: not the embedding and head, which are the target's."""
+    hidden, head_dim = config.hidden_size, config.head_dim
+    attention = 2 * hidden * head_dim * (config.num_attention_heads + config.num_key_value_heads)
+    mlp = 3 * hidden * config.intermediate_size
+    norms = 2 * hidden + 2 * head_dim
+    fusion = config.num_features * hidden**2 + 2 * hidden
+    return config.num_hidden_layers * (attention + mlp + norms) + fusion
+
+
+def _check_target_layer_ids(ids: tuple[int, ...], num_target_layers: int) -> None:
+    last = num_target_layers - 1
+    if not ids or any(b <= a for a, b in itertools.pairwise(ids)):
+        raise ConfigError(
+            f"target_layer_ids: found {list(ids)}, expected at least one id, strictly increasing; "
+            "the order is the input order of the drafter's fc."
+        )
+    if ids[0] < 0 or ids[-1] > last:
+        raise ConfigError(
+            f"target_layer_ids: found {list(ids)}, expected ids from 0 to {last - 1} (0-based "
+            f"outputs of a target with {num_target_layers} decoder blocks)."
+        )
+    if ids[-1] == last:
+        raise ConfigError(
+            f"target_layer_ids: found the last block {last} in {list(ids)}. Hugging Face returns "
+            "its output after the final norm and serving engines before it, so no engine could "
+            f"serve the drafter. Use ids up to {last - 1}."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterShape:
+    """What a user chooses of the drafter; the rest comes from the cache's target."""
+
+    num_hidden_layers: int = 5
+    """Decoder layers."""
+    intermediate_size: int
+    """Inner width of the gated MLP."""
+    num_attention_heads: int = 32
+    """Query heads."""
+    num_key_value_heads: int = 8
+    """Key and value heads."""
+    head_dim: int = 128
+    """Width of one head."""
+    block_size: int = 16
+    """Slots of a block: the anchor and block_size - 1 predicted tokens."""
+    mask_token_id: int
+    """Id whose embedding fills the slots to predict; never the target's pad or eos."""
+    rope_theta: float | None = None
+    """Base of the rotary frequencies; the target's if not given."""
+    rms_norm_eps: float | None = None
+    """Epsilon of the norms; the target's if not given."""
+    hidden_size: int | None = None
+    """Checked against the cache when given."""
+    target_layer_ids: tuple[int, ...] | None = None
+    """Checked against the cache when given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """Position-decayed cross-entropy through the frozen head."""
+
+    gamma: float | None = None
+    """Slot k weighs exp(-(k - 1) / gamma); by block size if not given: 16: 7, 10: 5, 8: 4."""
+    chunk_size: int = 512
+    """Slots whose logits are in memory at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW over fp32 masters, linear warm-up and a cosine over the run's tokens."""
+
+    lr: float = 6e-4
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of the moments."""
+    weight_decay: float = 0.0
+    """On matrices only."""
+    warmup_fraction: float = 0.04
+    """Share of the run's tokens."""
+    final_fraction: float = 0.0
+    """Learning rate at the end, as a share of the peak."""
+    clip: float = 1.0
+    """Largest joint gradient norm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitConfig:
+    """Train a drafter from a cache, without the target."""
+
+    shards: Path
+    """Folder of the cache."""
+    run_dir: Path
+    """Where checkpoints, metrics.jsonl and the resolved config go."""
+    drafter: DrafterShape
+    """The model."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    """The loss."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """The optimizer."""
+    passes: int = 6
+    """How often every training shard is read, each time with fresh anchors."""
+    row_tokens: int = 4096
+    """Context tokens in a row; at least the cache's longest document."""
+    anchors_per_row: int = 512
+    """Blocks trained per row."""
+    global_batch_rows: int = 8
+    """Rows in an optimizer step; they are accumulated one by one."""
+    seed: int = 0
+    """Seed of initial weights, order and anchors."""
+    dtype: Dtype = "bfloat16"
+    """Dtype of the matrix products; masters, gradients and moments are fp32."""
+    device: Device = "auto"
+    """cpu, cuda, or auto."""
+    threads: int = 4
+    """Threads that decode shards."""
+    resume: bool = False
+    """Continue the last checkpoint in run_dir."""
+    allow_partial: bool = False
+    """Train on the published shards of an unfinished cache; says so and records which."""
+    checkpoint_every: int = 1000
+    """Optimizer steps between checkpoints; the last step always writes one."""
+    keep_checkpoints: int = 2
+    """Older ones are deleted."""
+    log_every: int = 10
+    """Optimizer steps between lines of metrics.jsonl."""
+    log_with: Literal["none", "tensorboard", "wandb", "trackio", "mlflow"] = "none"
+    """Also report to one of accelerate's trackers."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "passes", "row_tokens", "anchors_per_row", "global_batch_rows", "threads",
+            "checkpoint_every", "keep_checkpoints", "log_every",
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: found {getattr(self, name)}, expected at least 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Measure a drafter: acceptance length from held-out shards, and by real decoding."""
+
+    checkpoint: Path
+    """A checkpoint folder, or a run folder (its last checkpoint)."""
+    shards: Path
+    """The cache it was trained on."""
+    prompts: tuple[str, ...] = ()
+    """JSONL files of conversations; the user's first turn is answered by speculative decoding."""
+    target: str | None = None
+    """Folder or hub id of the target; the one the cache names if not given."""
+    dtype: Dtype = "float32"
+    """Dtype target and drafter decode in; in float32 the text must equal plain greedy exactly."""
+    max_prompts: int = 12
+    """Prompts to decode."""
+    max_new_tokens: int = 64
+    """Tokens per prompt."""
+    tables: bool = True
+    """Compare with table drafters counted on the training documents."""
+    device: Device = "auto"
+    """cpu, cuda, or auto."""
+    json: Path | None = None
+    """Also write the figures to this file."""

@@ -1,0 +1,232 @@
+"""The DFlash drafter (arXiv 2602.06036): a small decoder that fills a whole block in one forward.
+
+Takes the target's captured states and the frozen embeddings of blocks; hands back hidden states for
+the frozen head. Every layer's keys and values come from the same fused context (`context_kv`) and
+from the block. Parameter names are those of the published checkpoints, so they load elsewhere.
+
+Parameters are fp32 masters. Each product casts its weight to the dtype of the incoming features, so
+gradients reach the masters, and accumulate, in fp32.
+
+Axes: S context tokens, F = num_features * hidden_size, H hidden, N blocks, B block slots,
+K key heads, D head_dim, C captured (context) width of one product.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainer.attention import AttentionPlan, Backend, block_attention, plan_attention
+from trainer.config import DrafterConfig
+
+ContextKV = list[tuple[torch.Tensor, torch.Tensor]]
+Rotation = tuple[torch.Tensor, torch.Tensor]
+
+
+class Drafter(nn.Module):
+    """DFlash drafter without embedding and head: both are the target's and stay frozen.
+
+    Linear weights start as normal(0, 0.02) from `generator` (seed 0 if none), norms as ones; the
+    global random state is left alone.
+    """
+
+    def __init__(self, config: DrafterConfig, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = Linear(config.num_features * config.hidden_size, config.hidden_size)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        generator = generator or torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02, generator=generator)
+
+    def context_kv(self, features_SF: torch.Tensor, position_ids_S: torch.Tensor) -> ContextKV:
+        """Return each layer's context keys (normed, rotated) and values, both [S, K, D].
+
+        Row s depends on features and position s alone, so pieces computed one after another and
+        concatenated equal the whole: decoding appends to it.
+        """
+        context_SH = self.hidden_norm(self.fc(features_SF))
+        layers = [cast(DrafterLayer, layer).self_attn for layer in self.layers]
+        weights = [proj.weight for layer in layers for proj in (layer.k_proj, layer.v_proj)]
+        # One product for all layers: the context is the same tensor for each of them.
+        kv_SC = F.linear(context_SH, torch.cat([w.to(context_SH.dtype) for w in weights]))
+        kv_SLKD = kv_SC.view(len(kv_SC), 2 * len(layers), -1, self.config.head_dim)
+        rotation = self._rotation(position_ids_S)
+        parts = kv_SLKD.unbind(1)
+        return [
+            (rotate(layer.k_norm.in_fp32(k_SKD), rotation).to(k_SKD.dtype), v_SKD)
+            for layer, k_SKD, v_SKD in zip(layers, parts[0::2], parts[1::2], strict=True)
+        ]
+
+    def forward(
+        self,
+        block_embeddings_NBH: torch.Tensor,
+        context_kv: ContextKV,
+        context_start_N: torch.Tensor,
+        context_end_N: torch.Tensor,
+        *,
+        backend: Backend | None = None,
+    ) -> torch.Tensor:
+        """Return the hidden states [N, B, H] after the final norm, in the dtype of the embeddings.
+
+        Block n sees context rows start <= s < end and its own slots; slot k has position
+        end - start + k, the anchor's place in its document plus k. B may be below `block_size`.
+        """
+        config = self.config
+        block_size = block_embeddings_NBH.shape[1]
+        slots_B = torch.arange(block_size, device=context_start_N.device)
+        rotation = self._rotation((context_end_N - context_start_N)[:, None] + slots_B)
+        plan = plan_attention(
+            context_start_N,
+            context_end_N,
+            block_size=block_size,
+            queries_per_key_head=config.num_attention_heads // config.num_key_value_heads,
+            dtype=block_embeddings_NBH.dtype,
+            backend=backend,
+        )
+        hidden_NBH = block_embeddings_NBH
+        for layer, (k_SKD, v_SKD) in zip(self.layers, context_kv, strict=True):
+            hidden_NBH = layer(hidden_NBH, k_SKD, v_SKD, rotation, plan)
+        return self.norm(hidden_NBH)
+
+    def _rotation(self, position_ids: torch.Tensor) -> Rotation:
+        return rotary_tables(position_ids, self.config.head_dim, self.config.rope_theta)
+
+
+class DrafterLayer(nn.Module):
+    """Pre-norm decoder layer: block attention over context and block, then a gated MLP."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = DrafterAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config)
+
+    def forward(
+        self,
+        hidden_NBH: torch.Tensor,
+        k_context_SKD: torch.Tensor,
+        v_context_SKD: torch.Tensor,
+        rotation: Rotation,
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        """Return the residual stream [N, B, H] after this layer."""
+        normed_NBH = self.input_layernorm(hidden_NBH)
+        hidden_NBH = hidden_NBH + self.self_attn(
+            normed_NBH, k_context_SKD, v_context_SKD, rotation, plan
+        )
+        return hidden_NBH + self.mlp(self.post_attention_layernorm(hidden_NBH))
+
+
+class DrafterAttention(nn.Module):
+    """Grouped-query attention whose queries come from the block alone."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        q_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = Linear(config.hidden_size, q_size)
+        self.k_proj = Linear(config.hidden_size, kv_size)
+        self.v_proj = Linear(config.hidden_size, kv_size)
+        self.o_proj = Linear(q_size, config.hidden_size)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_NBH: torch.Tensor,
+        k_context_SKD: torch.Tensor,
+        v_context_SKD: torch.Tensor,
+        rotation: Rotation,
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        """Return the attention's addition to the residual stream, [N, B, H]."""
+        dtype, heads = hidden_NBH.dtype, (*hidden_NBH.shape[:2], -1, self.head_dim)
+        q_NBhD = self.q_norm.in_fp32(self.q_proj(hidden_NBH).view(heads))
+        k_NBKD = self.k_norm.in_fp32(self.k_proj(hidden_NBH).view(heads))
+        v_NBKD = self.v_proj(hidden_NBH).view(heads)
+        out_NBhD = block_attention(
+            rotate(q_NBhD, rotation).to(dtype),
+            k_context_SKD,
+            v_context_SKD,
+            rotate(k_NBKD, rotation).to(dtype),
+            v_NBKD,
+            plan,
+        )
+        return self.o_proj(out_NBhD.flatten(2))
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map [..., H] to [..., H]."""
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class Linear(nn.Module):
+    """Product with an fp32 master weight [out, in], computed in the dtype of the input; no bias."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=torch.float32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [..., in] to [..., out]."""
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last axis, computed in fp32 and returned in x's dtype."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, dtype=torch.float32))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise the last axis of x."""
+        return self.in_fp32(x).to(x.dtype)
+
+    def in_fp32(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the norm before the cast back, for a caller that goes on in fp32."""
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
+
+
+def rotary_tables(position_ids: torch.Tensor, head_dim: int, theta: float) -> Rotation:
+    """Return fp32 cosines and sines [..., 1, head_dim]; component i pairs with i + head_dim / 2."""
+    exponents = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32)
+    frequencies = theta ** -(exponents / head_dim)
+    angles = position_ids[..., None, None].float() * frequencies
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Turn each component pair of fp32 x [..., heads, head_dim] by its position's angles."""
+    cos, sin = rotation
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def embed_blocks(
+    embedding_VH: torch.Tensor, anchor_ids_N: torch.Tensor, *, mask_token_id: int, block_size: int
+) -> torch.Tensor:
+    """Return the frozen embeddings [N, B, H] of blocks [anchor, mask, mask, ...]."""
+    num_blocks, hidden_size = len(anchor_ids_N), embedding_VH.shape[1]
+    masks_NBH = embedding_VH[mask_token_id].expand(num_blocks, block_size - 1, hidden_size)
+    return torch.cat([embedding_VH[anchor_ids_N][:, None], masks_NBH], dim=1)

@@ -1,0 +1,70 @@
+"""Acceptance length from held-out shards alone: no target, no decoding, exact for greedy text.
+
+Takes a drafter and documents with their states; drafts a block at every supervised position and
+walks each answer as decoding would. Where the recorded text is the target's greedy text (answers
+sampled at temperature 0) the walk is what real decoding does; elsewhere it is an estimate
+(dflash.md 4.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from hscache.reader import Document
+from trainer.acceptance import Acceptance, document_acceptance, leading_matches
+from trainer.anchors import valid_anchors
+from trainer.drafter import Drafter, embed_blocks
+from trainer.frozen import FrozenTarget
+
+_BLOCKS = 128
+
+
+@torch.inference_mode()
+def estimate_acceptance(
+    drafter: Drafter,
+    frozen: FrozenTarget,
+    documents: Iterable[Document],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Acceptance:
+    """Return the acceptance counts of a drafter over documents whose shards are published."""
+    return sum(
+        (_document(drafter, frozen, document, device, dtype) for document in documents),
+        Acceptance(),
+    )
+
+
+def _document(
+    drafter: Drafter,
+    frozen: FrozenTarget,
+    document: Document,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Acceptance:
+    block_size = drafter.config.block_size
+    data = document.torch()
+    mask_T = document.loss_mask
+    anchors_A = valid_anchors(mask_T)
+    features_TF = data.hidden_states.flatten(1).to(device, dtype)
+    context_kv = drafter.context_kv(features_TF, torch.arange(len(features_TF), device=device))
+    proposed = []
+    for start in range(0, len(anchors_A), _BLOCKS):
+        anchors_N = torch.from_numpy(anchors_A[start : start + _BLOCKS]).to(device)
+        blocks_NBH = embed_blocks(
+            frozen.embedding_VH,
+            data.input_ids.to(device)[anchors_N],
+            mask_token_id=drafter.config.mask_token_id,
+            block_size=block_size,
+        )
+        hidden_NBH = drafter(blocks_NBH, context_kv, torch.zeros_like(anchors_N), anchors_N)
+        logits_NKV = hidden_NBH[:, 1:] @ frozen.head_VH.T
+        proposed.append(logits_NKV.argmax(-1).cpu().numpy())
+    ids_T = document.input_ids
+    num_matches_T = np.zeros(len(ids_T), np.int64)
+    if proposed:
+        num_matches_T[anchors_A] = leading_matches(np.concatenate(proposed), ids_T, anchors_A)
+    return document_acceptance(num_matches_T, mask_T)

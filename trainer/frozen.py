@@ -1,0 +1,127 @@
+"""What the drafter borrows of the target: embedding, head and final norm, from the cache alone.
+
+Takes a cache; reads `frozen/weights.safetensors`, checks its hash against the identity, and builds
+the drafter's config from the user's shape and the target's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from hscache.errors import CacheMismatchError, ConfigError, ShardCorruptError
+from hscache.layout import frozen_weights, target_config_file
+from hscache.reader import Cache
+from trainer.config import DrafterConfig, DrafterShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenTarget:
+    """Frozen tensors [vocab, hidden], [vocab, hidden], [hidden] and how the norm applies."""
+
+    embedding_VH: torch.Tensor
+    head_VH: torch.Tensor
+    norm_H: torch.Tensor
+    """the factor of the final RMSNorm, whatever form the target stores it in"""
+    norm_eps: float
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> FrozenTarget:
+        """Return a copy on a device, embedding and head in the compute dtype."""
+        embedding = self.embedding_VH.to(device, dtype)
+        tied = self.head_VH is self.embedding_VH
+        return FrozenTarget(
+            embedding_VH=embedding,
+            head_VH=embedding if tied else self.head_VH.to(device, dtype),
+            norm_H=self.norm_H.to(device),
+            norm_eps=self.norm_eps,
+        )
+
+
+def load_frozen(cache: Cache) -> FrozenTarget:
+    """Load the target's frozen parts.
+
+    Raises ShardCorruptError when the file is not the one the cache's identity names.
+    """
+    path = frozen_weights(cache.path)
+    if not path.is_file():
+        raise ShardCorruptError(f"{path} is missing; run `hscache produce` again to restore it.")
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            digest.update(block)
+    if digest.hexdigest() != cache.identity.states.frozen_sha256:
+        raise ShardCorruptError(
+            f"{path} does not have the hash that the cache's identity names: it was damaged or "
+            "replaced. Delete frozen/ and run `hscache produce` again."
+        )
+    with safe_open(path, framework="pt") as tensors:
+        metadata = tensors.metadata()
+        embedding = tensors.get_tensor("embed_tokens.weight")
+        head = embedding if metadata["head"] == "tied" else tensors.get_tensor(metadata["head"])
+        norm = tensors.get_tensor("norm.weight").float()
+    if metadata["norm_form"] == "1+w":
+        norm = 1 + norm
+    return FrozenTarget(
+        embedding_VH=embedding,
+        head_VH=head,
+        norm_H=norm,
+        norm_eps=float(metadata["norm_eps"]),
+    )
+
+
+def target_config(cache: Cache) -> dict[str, Any]:
+    """Return the target's text config as it was when the cache was made."""
+    return json.loads(target_config_file(cache.path).read_bytes())
+
+
+def drafter_config(shape: DrafterShape, cache: Cache) -> DrafterConfig:
+    """Complete the user's shape with what the target fixes.
+
+    Raises CacheMismatchError when the shape contradicts the cache, ConfigError when the mask token
+    is the target's pad or eos (a padding id would teach the drafter to ignore its blanks).
+    """
+    states, config = cache.identity.states, target_config(cache)
+    for name in ("hidden_size", "target_layer_ids"):
+        asked, cached = getattr(shape, name), getattr(states, name)
+        if asked is not None and tuple_or_self(asked) != tuple_or_self(cached):
+            raise CacheMismatchError(
+                f"drafter.{name} is {asked}, and the cache {cache.path} has {cached}. The drafter "
+                "reads what was captured: change the setting, or produce another cache."
+            )
+    for name in ("pad_token_id", "eos_token_id"):
+        ids = config.get(name)
+        if shape.mask_token_id in (ids if isinstance(ids, list) else [ids]):
+            raise ConfigError(
+                f"drafter.mask_token_id {shape.mask_token_id} is the target's {name}. Take an id "
+                "that never occurs in text, such as an unused special token."
+            )
+    rope = config.get("rope_parameters") or {}
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    if shape.rope_theta is None and theta is None:
+        raise ConfigError("the target's config has no rope_theta; give drafter.rope_theta.")
+    return DrafterConfig(
+        hidden_size=states.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_hidden_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        rms_norm_eps=shape.rms_norm_eps or float(config.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(shape.rope_theta or theta),
+        max_position_embeddings=int(config.get("max_position_embeddings", 32768)),
+        vocab_size=states.vocab_size,
+        block_size=shape.block_size,
+        mask_token_id=shape.mask_token_id,
+        target_layer_ids=states.target_layer_ids,
+        num_target_layers=states.num_target_layers,
+    )
+
+
+def tuple_or_self(value: Any) -> Any:
+    """Compare lists and tuples alike."""
+    return tuple(value) if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,105 @@
+"""Cross-entropy through the frozen head, chunk by chunk, without keeping the logits.
+
+Takes hidden states, the target's head and labels; hands back a loss SUM and a weight SUM, never a
+mean: the caller adds both over micro-batches and ranks and divides once. The gradient of the hidden
+states is formed in the forward pass, while a chunk's logits are still there, so nothing is
+computed twice and memory holds one chunk of logits.
+
+Axes: M scored slots, V vocabulary, H hidden, C slots of one chunk, R rows of one softmax strip.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# On a CPU a strip of 32 x 49,152 fp32 (6 MB) stays in cache through all passes of the softmax; a
+# whole chunk would go through memory five times (measured: 6.5 against 15 ms for 448 rows).
+_CPU_STRIP_ROWS = 32
+
+
+def frozen_head_cross_entropy(
+    hidden_MH: torch.Tensor,
+    head_VH: torch.Tensor,
+    labels_M: torch.Tensor,
+    weights_M: torch.Tensor,
+    *,
+    chunk_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (sum of weight * cross-entropy, sum of weights, predicted ids [M]).
+
+    Logits are computed in the common dtype of `hidden_MH` and `head_VH` (bf16 in training), the
+    log-sum-exp in fp32. Both sums are fp32 scalars and 0 for an empty input; the first is
+    differentiable with respect to `hidden_MH` only. The caller drops slots of weight 0 beforehand
+    (`Row.scored_slots_M`); those that are passed cost time and add exactly nothing.
+    """
+    loss_sum, predicted_M = _FrozenHeadCrossEntropy.apply(
+        hidden_MH, head_VH, labels_M, weights_M.float(), chunk_size
+    )
+    return loss_sum, weights_M.float().sum(), predicted_M
+
+
+class _FrozenHeadCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_MH: torch.Tensor,
+        head_VH: torch.Tensor,
+        labels_M: torch.Tensor,
+        weights_M: torch.Tensor,
+        chunk_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert hidden_MH.dtype == head_VH.dtype, "cast the frozen head once, outside the loop"
+        num_slots, vocab_size = len(hidden_MH), len(head_VH)
+        chunk_size = min(chunk_size, max(1, num_slots))
+        strip_rows = min(_CPU_STRIP_ROWS, chunk_size) if hidden_MH.is_cpu else chunk_size
+        wide = torch.promote_types(hidden_MH.dtype, torch.float32)
+        needs_grad = ctx.needs_input_grad[0]
+
+        logits_CV = hidden_MH.new_empty(chunk_size, vocab_size)
+        strip_RV = hidden_MH.new_empty(strip_rows, vocab_size, dtype=wide)
+        losses_M = hidden_MH.new_empty(num_slots, dtype=wide)
+        predicted_M = torch.empty_like(labels_M)
+        grad_MH = torch.empty_like(hidden_MH) if needs_grad else None
+
+        for start in range(0, num_slots, chunk_size):
+            chunk = slice(start, min(start + chunk_size, num_slots))
+            logits = logits_CV[: chunk.stop - start]
+            torch.mm(hidden_MH[chunk], head_VH.T, out=logits)
+            for row in range(start, chunk.stop, strip_rows):
+                strip = slice(row, min(row + strip_rows, chunk.stop))
+                logits_of_strip = logits[row - start : strip.stop - start]
+                losses_M[strip], predicted_M[strip] = _softmax_strip(
+                    logits_of_strip, labels_M[strip], strip_RV[: strip.stop - row], needs_grad
+                )
+            if grad_MH is not None:
+                # Weighting after the product is a pass over H, before it one over V.
+                grad_MH[chunk] = (logits @ head_VH) * weights_M[chunk, None]
+
+        ctx.save_for_backward(grad_MH)
+        ctx.mark_non_differentiable(predicted_M)
+        return (losses_M * weights_M).sum(dtype=wide), predicted_M
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: torch.Tensor, _: Any) -> Any:
+        (grad_MH,) = ctx.saved_tensors
+        return (grad_MH * grad_loss.to(grad_MH.dtype), None, None, None, None)
+
+
+def _softmax_strip(
+    logits_RV: torch.Tensor, labels_R: torch.Tensor, scratch_RV: torch.Tensor, needs_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # Returns losses and argmax; with needs_grad overwrites the logits by d loss / d logits.
+    scratch_RV.copy_(logits_RV)
+    predicted_R1 = scratch_RV.argmax(-1, keepdim=True)
+    top_R1 = scratch_RV.gather(1, predicted_R1)
+    label_logits_R1 = scratch_RV.gather(1, labels_R[:, None])
+    torch.softmax(scratch_RV, -1, out=scratch_RV)
+    # log-sum-exp from the largest probability, which is at least 1 / V and never underflows.
+    lse_R1 = top_R1 - scratch_RV.gather(1, predicted_R1).log()
+    if needs_grad:
+        minus_one = scratch_RV.new_full((1, 1), -1.0).expand(len(labels_R), 1)
+        scratch_RV.scatter_add_(1, labels_R[:, None], minus_one)
+        logits_RV.copy_(scratch_RV)
+    return (lse_R1 - label_logits_R1)[:, 0], predicted_R1[:, 0]

@@ -1,0 +1,51 @@
+"""The drafter as a proposer for real decoding: a growing context and one block a step.
+
+Takes the target's features of committed positions as they come; hands back draft tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trainer.drafter import ContextKV, Drafter, embed_blocks
+from trainer.frozen import FrozenTarget
+
+
+class DrafterProposer:
+    """Draft one prompt's blocks (trainer.decode.Proposer); make a new one for every prompt."""
+
+    def __init__(self, drafter: Drafter, frozen: FrozenTarget) -> None:
+        self._drafter = drafter
+        self._frozen = frozen
+        self._context: ContextKV = []
+        self._num_context = 0
+
+    def observe(self, features_nF: torch.Tensor) -> None:
+        """Append the context's keys and values; they depend on each position alone."""
+        start, count = self._num_context, len(features_nF)
+        positions_n = torch.arange(start, start + count, device=features_nF.device)
+        new = self._drafter.context_kv(features_nF, positions_n)
+        if self._context:
+            new = [
+                (torch.cat([k, k_new]), torch.cat([v, v_new]))
+                for (k, v), (k_new, v_new) in zip(self._context, new, strict=True)
+            ]
+        self._context, self._num_context = new, start + count
+
+    def propose(self, anchor_id: int, position: int, num_tokens: int) -> list[int]:
+        """Return the argmax of slots 1..num_tokens of the block anchored at `position`."""
+        assert position == self._num_context
+        device = self._frozen.embedding_VH.device
+        blocks_1BH = embed_blocks(
+            self._frozen.embedding_VH,
+            torch.tensor([anchor_id], device=device),
+            mask_token_id=self._drafter.config.mask_token_id,
+            block_size=num_tokens + 1,
+        )
+        hidden_1BH = self._drafter(
+            blocks_1BH,
+            self._context,
+            torch.tensor([0], device=device),
+            torch.tensor([position], device=device),
+        )
+        return (hidden_1BH[0, 1:] @ self._frozen.head_VH.T).argmax(-1).tolist()
