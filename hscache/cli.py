@@ -2,11 +2,17 @@
 
 import sys
 
-from hscache.config import InspectConfig, ProduceConfig
+from hscache.config import InspectConfig, ProduceConfig, RegenerateConfig
 from hscache.settings import Command
 from hscache.settings import main as run_command
 
 COMMANDS = [
+    Command(
+        name="regenerate",
+        help="let the target answer prompts itself: the text to train a drafter on",
+        config=RegenerateConfig,
+        run="hscache.regenerate:run",
+    ),
     Command(
         name="produce",
         help="run the target once over a corpus and fill a cache with its hidden states",

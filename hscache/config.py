@@ -83,6 +83,8 @@ class DataConfig:
             )
         if self.max_tokens < 2:
             raise ConfigError(f"data.max_tokens is {self.max_tokens}; expected at least 2.")
+        if self.max_documents is not None and self.max_documents < 1:
+            raise ConfigError(f"data.max_documents is {self.max_documents}; expected at least 1.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +107,8 @@ class StoreConfig:
             raise ConfigError(f"store.shard_tokens is {self.shard_tokens}; expected at least 1.")
         if self.threads < 1:
             raise ConfigError(f"store.threads is {self.threads}; expected at least 1.")
+        if self.seed < 0:
+            raise ConfigError(f"store.seed is {self.seed}; expected at least 0.")
         if not 0 <= self.max_quarantined_share <= 1:
             raise ConfigError(
                 f"store.max_quarantined_share is {self.max_quarantined_share}; expected a share "
@@ -171,7 +175,8 @@ class RegenerateConfig:
     def __post_init__(self) -> None:
         if not self.prompts:
             raise ConfigError("prompts is empty: name at least one JSONL file.")
-        for name, minimum in (("batch_size", 1), ("max_new_tokens", 1), ("temperature", 0)):
+        minima = {"batch_size": 1, "max_new_tokens": 1, "temperature": 0, "seed": 0}
+        for name, minimum in minima.items():
             value = getattr(self, name)
             if not minimum <= value < float("inf"):
                 raise ConfigError(f"{name} is {value}; expected at least {minimum}.")

@@ -8,12 +8,8 @@ refused, not guessed at.
 
 import collections
 import dataclasses
-import gzip
-import json
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
@@ -23,6 +19,7 @@ from hscache.config import DataConfig
 from hscache.errors import DataError
 from hscache.plan import TokenizedDocument
 from hscache.progress import Progress
+from hscache.rows import read_conversations
 
 OverLong = Literal["drop", "truncate"]
 
@@ -46,37 +43,12 @@ def read_rows(path: str) -> Iterator[Row]:
 
     Raises DataError naming file and line for a line that is no JSON object, or has no messages.
     """
-    file_path = Path(path)
-    if not file_path.is_file():
-        raise DataError(f"{path} does not exist (or is no file); expected a JSONL file.")
-    opened = gzip.open if file_path.suffix == ".gz" else open
-    try:
-        with opened(file_path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _parse_row(line, f"{path}, line {number}")
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read as UTF-8 JSONL: {error}.") from error
-
-
-def _parse_row(line: str, where: str) -> Row:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{where} is not JSON: {error.msg} at column {error.colno}. "
-            "Expected one object a line; mend or delete the line."
-        ) from error
-    messages = row.get("messages") if isinstance(row, dict) else None
-    if not isinstance(messages, list) or not messages:
-        found = f"keys {sorted(row)}" if isinstance(row, dict) else type(row).__name__
-        raise DataError(f"{where} has no messages: found {found}, expected a list in `messages`.")
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f"{where}: every message needs a `role` and `content`; found {message}")
-        if not isinstance(message.get("content"), str):
-            raise DataError(f"{where}: the content of a {message['role']} message is not text.")
-    return Row(messages=messages, truncated=row.get("finish_reason") == "length", where=where)
+    for number, row in read_conversations(path):
+        yield Row(
+            messages=row["messages"],
+            truncated=row.get("finish_reason") == "length",
+            where=f"{path}, line {number}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +73,9 @@ def render(row: Row, tokenizer: Any) -> Rendered:
                 row.messages[:count], tokenize=False, add_generation_prompt=prompt
             )
         except jinja2.TemplateError as error:
-            raise DataError(f"{row.where}: the chat template refuses it: {error}.") from error
+            raise DataError(
+                f"{row.where}: the chat template refuses it: {error}. Mend or delete the row."
+            ) from error
 
     full = text_of(len(row.messages))
     spans = []
@@ -109,7 +83,10 @@ def render(row: Row, tokenizer: Any) -> Rendered:
         if message["role"] != "assistant":
             continue
         if index == 0:
-            raise DataError(f"{row.where}: the conversation starts with an assistant turn.")
+            raise DataError(
+                f"{row.where}: the conversation starts with an assistant turn, so it answers "
+                "nothing. Put the question before it, or delete the row."
+            )
         before, upto = text_of(index, prompt=True), text_of(index + 1)
         if not (full.startswith(before) and full.startswith(upto)):
             raise DataError(
@@ -207,8 +184,9 @@ def load_corpus(data: DataConfig, tokenizer: Any, seed: int) -> Corpus:
     counts["kept held out"] = sum(d.held_out for d in documents)
     if not counts["kept to train on"]:
         raise DataError(
-            f"no document is left to train on: {dict(counts)}. Rows need an assistant turn with at "
-            "least two tokens within data.max_tokens."
+            "no document is left to train on: "
+            f"{', '.join(f'{reason}: {n}' for reason, n in counts.items() if n)}. Rows need an "
+            "assistant turn with at least two tokens within data.max_tokens."
         )
     return Corpus(documents=documents, report={k: n for k, n in counts.items() if n})
 

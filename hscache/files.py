@@ -15,7 +15,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from hscache.errors import DiskFullError
+from hscache.errors import DiskFullError, HscacheError
 
 TEMPORARY_PREFIX = ".tmp-"
 
@@ -45,6 +45,19 @@ def disk_full_named(where: Path) -> Iterator[None]:
         raise DiskFullError(
             f"disk full while writing {where}: {free_space(where)}. Everything published so far is "
             "intact; free some space and run the same command again to continue."
+        ) from error
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents; HscacheError says what is in the way."""
+    try:
+        with disk_full_named(path):
+            path.mkdir(parents=True, exist_ok=True)
+    except DiskFullError:
+        raise
+    except OSError as error:
+        raise HscacheError(
+            f"cannot make the folder {path}: {error.strerror}. Give another place."
         ) from error
 
 

@@ -88,7 +88,7 @@ def flat_layout(dtype: str, axis: str) -> ArrayLayout:
         row_shape=(),
         chunk_rows=FLAT_CHUNK,
         chunk_row_shape=(),
-        compressed=False,
+        compressed=True,  # or a shard of ten documents would carry a megabyte of padding
         axes=(axis,),
     )
 

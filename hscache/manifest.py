@@ -162,7 +162,11 @@ class ShardManifest:
 def encode_group(attributes: object) -> bytes:
     """Return the `zarr.json` bytes of a group with our attributes (a dataclass)."""
     content = json.loads(canonical_json(dataclasses.asdict(attributes)))  # type: ignore[call-overload]
-    content["crc32c"] = checksum_hex(canonical_json(content))
+    return _sealed(content)
+
+
+def _sealed(content: dict[str, Any]) -> bytes:
+    content = {**content, "crc32c": checksum_hex(canonical_json(content))}
     return canonical_json(
         {"zarr_format": 3, "node_type": "group", "attributes": {"hscache": content}}
     )
@@ -175,12 +179,11 @@ def read_group(path: Path, kind: type[T]) -> T:
     """
     raw = read_small_file(path)
     try:
-        group = json.loads(raw)
-        content = dict(group["attributes"]["hscache"])
-        checksum = content.pop("crc32c")
+        content = dict(json.loads(raw)["attributes"]["hscache"])
+        content.pop("crc32c")
         schema = content.get("schema_version", content.get("encoding", {}).get("schema_version"))
         newer = isinstance(schema, int) and schema > SCHEMA_VERSION
-        sound = canonical_json(group) == raw and checksum == checksum_hex(canonical_json(content))
+        sound = raw == _sealed(content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path) from error
     if newer:

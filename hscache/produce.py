@@ -36,7 +36,7 @@ from hscache.manifest import (
 )
 from hscache.plan import Plan, corpus_sha256, deal_into_shards, write_plan
 from hscache.planes import ARRAYS
-from hscache.progress import Progress
+from hscache.progress import Progress, configure_logging
 from hscache.reader import Cache, open_cache
 from hscache.report import format_table
 from hscache.signals import raise_on_stop
@@ -53,6 +53,7 @@ _WAIT_S = 1.0
 
 def run(config: ProduceConfig, *, dry_run: bool = False) -> int:
     """Run the command; with `dry_run` print the sizes and touch nothing."""
+    configure_logging()
     if dry_run:
         print(describe_plan(config))
         return 0
@@ -91,7 +92,9 @@ def make_cache_folder(cache_dir: Path) -> None:
     except OSError as error:
         if isinstance(error, HscacheError):
             raise
-        raise HscacheError(f"cannot write to {cache_dir}: {error.strerror}.") from error
+        raise HscacheError(
+            f"cannot write to {cache_dir}: {error.strerror}. Give another --shard-dir."
+        ) from error
     if not os.access(layout.shards_dir(cache_dir), os.W_OK):
         raise HscacheError(f"cannot write to {cache_dir}: it is read-only, or belongs to another.")
 
@@ -158,8 +161,8 @@ def _require_whole_shards(cache_dir: Path) -> None:
         folder = layout.shard_dir(cache_dir, shard)
         if not (folder / "zarr.json").is_file():
             raise ShardCorruptError(
-                f"{folder} is no shard: it has no zarr.json, and a shard appears with all its files "
-                "at once. Delete it and run the same command again."
+                f"{folder} is no shard: it has no zarr.json, and a shard appears with all its "
+                "files at once. Delete it and run the same command again."
             )
 
 

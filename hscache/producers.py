@@ -115,7 +115,7 @@ def is_alive(path: Path, record: dict[str, Any]) -> bool:
     if all(owner.get(key) == here[key] for key in ("host", "boot", "pid_namespace")):
         return _start_ticks(int(owner.get("pid", -1))) == owner.get("start_ticks")
     try:
-        return time.time() - path.stat().st_mtime < STALE_S
+        return _now_s(path.parent) - path.stat().st_mtime < STALE_S
     except FileNotFoundError:
         return False
 
@@ -123,6 +123,7 @@ def is_alive(path: Path, record: dict[str, Any]) -> bool:
 def clean_leftovers(cache_dir: Path) -> list[str]:
     """Delete temporary folders and heartbeats whose owner is dead; return what was deleted."""
     removed = []
+    now_s = _now_s(layout.producers_dir(cache_dir))
     live: set[str] = set()
     dead: set[str] = set()
     for path in layout.producers_dir(cache_dir).glob("*.json"):
@@ -131,7 +132,7 @@ def clean_leftovers(cache_dir: Path) -> list[str]:
     for folder in (cache_dir, layout.shards_dir(cache_dir), layout.producers_dir(cache_dir)):
         for path in _temporaries(folder):
             owner = path.name.removeprefix(files.TEMPORARY_PREFIX).rsplit("-", 1)[0]
-            if owner in live or (owner not in dead and _age_s(path) < STALE_S):
+            if owner in live or (owner not in dead and now_s - _mtime_s(path, now_s) < STALE_S):
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
@@ -148,11 +149,17 @@ def _temporaries(folder: Path) -> Iterator[Path]:
         yield from folder.glob(f"{files.TEMPORARY_PREFIX}*")
 
 
-def _age_s(path: Path) -> float:
+def _now_s(producers_dir: Path) -> float:
+    """Return the time by the filesystem's clock, if this process has a fresh heartbeat to read it
+    off; clocks of two machines may differ by more than `STALE_S`."""
+    return _mtime_s(producers_dir / f"{files.process_name()}.json", time.time())
+
+
+def _mtime_s(path: Path, default_s: float) -> float:
     try:
-        return time.time() - path.lstat().st_mtime
-    except FileNotFoundError:
-        return 0.0
+        return path.lstat().st_mtime
+    except OSError:
+        return default_s
 
 
 def _this_process() -> dict[str, Any]:

@@ -4,14 +4,13 @@ Takes in JSONL files (also .gz) of rows with `messages` and an optional `id`; ha
 prompts with unique keys. Every complaint names the file and the line.
 """
 
-import gzip
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hscache.errors import DataError
+from hscache.rows import read_conversations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,88 +39,36 @@ def read_prompts(paths: Sequence[str | Path]) -> list[Prompt]:
     prompts: list[Prompt] = []
     places: dict[str, str] = {}
     for path in map(Path, paths):
-        for line_number, row in read_jsonl(path):
+        for line_number, row in read_conversations(path):
             where = f"{path}, line {line_number}"
             if "id" not in row and len(paths) > 1:
                 raise DataError(
                     f"{where}: no `id`. Line numbers serve as ids only with a single prompts file, "
-                    f"{len(paths)} were "
-                    "given; give every row an id, or run the files one by one."
+                    f"{len(paths)} were given; give every row an id, or run the files one by one."
                 )
             row_id = row.get("id", line_number)
             if not isinstance(row_id, str | int) or isinstance(row_id, bool):
-                raise DataError(f"{where}: `id` is {row_id!r}; expected a string or an integer.")
+                raise DataError(f"{where}: `id` is {row_id!r}; expected text or an integer.")
             prompt = Prompt(id=row_id, messages=_messages_to_answer(row, where))
             if prompt.key in places:
                 raise DataError(
                     f"{where}: id {row_id!r} was already used by {places[prompt.key]}. Ids name "
-                    "the rows of the "
-                    "output and must be unique."
+                    "the rows of the output and must be unique."
                 )
             places[prompt.key] = where
             prompts.append(prompt)
     return prompts
 
 
-def read_jsonl(
-    path: Path, *, ended_lines_only: bool = False
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (1-based line number, object) of a JSONL file, blank lines left out.
-
-    `ended_lines_only` also leaves out a last line without a newline, which a writer may not have
-    finished.
-    Raises `DataError` naming file and line.
-    """
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            for line_number, line in enumerate(file, start=1):
-                if not line.strip() or (ended_lines_only and not line.endswith(b"\n")):
-                    continue
-                try:
-                    row = json.loads(line)
-                except ValueError as error:  # malformed JSON, or bytes that are not UTF-8
-                    raise DataError(
-                        f"{path}, line {line_number}: not valid JSON: {error}"
-                    ) from error
-                if not isinstance(row, dict):
-                    raise DataError(
-                        f"{path}, line {line_number}: expected a JSON object, found "
-                        f"{type(row).__name__}."
-                    )
-                yield line_number, row
-    except (OSError, EOFError) as error:
-        raise DataError(f"cannot read {path}: {error}") from error
-
-
 def _messages_to_answer(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    messages = row.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: expected `messages`, a list of turns; found keys {sorted(row)}.")
-    for index, message in enumerate(messages):
-        if not (
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str)
-        ):
-            raise DataError(
-                f"{where}: messages[{index}] needs the texts `role` and `content`; found "
-                f"{str(message)[:80]}."
-            )
-        if not _is_unicode(message["content"]):
-            raise DataError(f"{where}: messages[{index}] holds half a surrogate pair, not text.")
+    messages = row["messages"]
     end = len(messages)
     while end and messages[end - 1]["role"] == "assistant":
         end -= 1
     if not end or messages[end - 1]["role"] not in ("user", "tool"):
         roles = ", ".join(message["role"] for message in messages[-4:])
-        raise DataError(f"{where}: no user turn to answer; the last roles are: {roles}.")
+        raise DataError(
+            f"{where}: no user turn to answer; the last roles are: {roles}. A prompt ends in a "
+            "user turn, or in the answer to one; mend or delete the row."
+        )
     return messages[:end]
-
-
-def _is_unicode(text: str) -> bool:
-    """Tell text from what JSON's lone `\\ud83d` escapes give, which no tokenizer can read."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

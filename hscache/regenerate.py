@@ -8,40 +8,26 @@ behind the rows already there.
     hscache regenerate --target DIR --prompts prompts.jsonl --output answers.jsonl
 """
 
-import fcntl
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from jinja2 import TemplateError
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hscache.config import RegenerateConfig
-from hscache.errors import (
-    CacheMismatchError,
-    ConfigError,
-    DataError,
-    DiskFullError,
-    StoppedBySignal,
-)
-from hscache.files import disk_full_named, replace_atomically
-from hscache.progress import Progress
-from hscache.prompts import Prompt, read_jsonl, read_prompts
+from hscache.answers import append_row, check_settings, open_output, rows_done
+from hscache.config import Device, Dtype, RegenerateConfig, TargetConfig
+from hscache.errors import ConfigError, DataError, StoppedBySignal
+from hscache.progress import Progress, configure_logging
+from hscache.prompts import Prompt, read_prompts
 from hscache.report import format_seconds, format_table
 from hscache.signals import stop_requested
 from hscache.slot_decode import Answer, Request, decode_slots
-from hscache.target import DTYPES, choose_device
+from hscache.target import DTYPES, choose_device, load_config, load_model, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -86,13 +72,16 @@ class RegenerateSummary:
 def run(config: RegenerateConfig, *, dry_run: bool) -> None:
     """Answer all prompts that the output does not hold yet and print the end table; see
     `regenerate`."""
+    configure_logging()
     if not dry_run:
         print(regenerate(config).table())
         return
     prompts = read_prompts(config.prompts)
+    load_config(TargetConfig(path=config.target))  # what is wrong with the target, said early
+    load_tokenizer(TargetConfig(path=config.target))
     settings = run_settings(config)
-    _check_settings(config.output, settings)
-    done = _rows_done(config.output, prompts)
+    check_settings(config.output, settings)
+    done = rows_done(config.output, prompts)
     rows = [
         *((name, json.dumps(value)) for name, value in settings.items()),
         ("output", str(config.output)),
@@ -115,8 +104,8 @@ def regenerate(config: RegenerateConfig) -> RegenerateSummary:
     """
     prompts = read_prompts(config.prompts)
     settings = run_settings(config)
-    with _open_output(config.output, settings) as output, stop_requested() as stop:
-        done = _rows_done(config.output, prompts)
+    with open_output(config.output, settings) as output, stop_requested() as stop:
+        done = rows_done(config.output, prompts)
         todo = [prompt for prompt in prompts if prompt.key not in done]
         counts = dict.fromkeys(("stop", "length", "too long", "tokens"), 0)
         start_s = time.monotonic()
@@ -149,7 +138,13 @@ def _answer_all(
     """Decode `todo`, append each answer to `output` when it ends, and keep `counts`."""
     prompts = {prompt.key: prompt for prompt in todo}
     stop_ids = find_stop_ids(model, tokenizer)
-    longest_prompt = getattr(model.config, "max_position_embeddings", 2**62) - config.max_new_tokens
+    context = getattr(model.config, "max_position_embeddings", 2**62)
+    longest_prompt = context - config.max_new_tokens
+    if longest_prompt < 1:
+        raise ConfigError(
+            f"max_new_tokens is {config.max_new_tokens}, and the target's context is {context} "
+            "tokens, prompt included. Lower it."
+        )
     start_s = time.monotonic()
 
     def requests() -> Iterator[Request]:
@@ -171,8 +166,7 @@ def _answer_all(
             num_answered = counts["stop"] + counts["length"]
             raise StoppedBySignal(
                 f"stopped by signal {signum} after {num_answered} answers, all of them in "
-                f"{config.output}; run the "
-                "same command again to continue.",
+                f"{config.output}; run the same command again to continue.",
                 signum=signum,
             )
 
@@ -187,7 +181,7 @@ def _answer_all(
         on_step=on_step,
     ):
         row = output_row(prompts[answer.key], answer, tokenizer, stop_ids, config.temperature)
-        _append_row(output, config.output, row)
+        append_row(output, config.output, row)
         counts[answer.finish_reason] += 1
         progress.advance()
 
@@ -225,16 +219,12 @@ def output_row(
 
 
 def load_generator(
-    path: str, dtype: str, device: str
+    path: str, dtype: Dtype, device: Device
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the target for generation; raise `ConfigError` if its tokenizer has no chat template."""
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"the tokenizer of {path} has no chat template, so messages cannot become a prompt. "
-            "Use an instruction model, or add chat_template.jinja to its folder."
-        )
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
+    """Load the target for generation; raise `ConfigError` for what is missing or broken in it."""
+    config = TargetConfig(path=path, dtype=dtype, device=device)
+    tokenizer = load_tokenizer(config)
+    model = load_model(path, dtype=DTYPES[dtype])
     return model.to(choose_device(device)).eval(), tokenizer
 
 
@@ -253,95 +243,8 @@ def run_settings(config: RegenerateConfig) -> dict[str, Any]:
     return {
         "target": str(folder.resolve()) if folder.is_dir() else config.target,
         "weight_file_bytes": {path.name: path.stat().st_size for path in weights},
+        "dtype": config.dtype,
         "temperature": config.temperature,
         "max_new_tokens": config.max_new_tokens,
         "seed": config.seed,
     }
-
-
-def _settings_path(output: Path) -> Path:
-    return output.with_name(f"{output.name}.settings.json")
-
-
-def _check_settings(output: Path, settings: dict[str, Any]) -> bool:
-    """Return whether the output was begun; raise `CacheMismatchError` if with other settings."""
-    path = _settings_path(output)
-    if not path.exists():
-        if output.exists() and output.stat().st_size:
-            raise CacheMismatchError(
-                f"{output} exists but {path.name} beside it does not, so it is not known how its "
-                "rows were made. Choose another output."
-            )
-        return False
-    try:
-        found = dict(json.loads(path.read_bytes()))
-    except (ValueError, TypeError) as error:
-        raise DataError(f"{path} is not a JSON object: {error}. Choose another output.") from error
-    fields = [name for name in {**found, **settings} if found.get(name) != settings.get(name)]
-    if fields:
-        rows = [(f, json.dumps(found.get(f)), json.dumps(settings.get(f))) for f in fields]
-        raise CacheMismatchError(
-            f"{output} was begun with other settings:\n"
-            f"{format_table(['field', 'in the output', 'now'], rows)}\n"
-            "Use the same settings to continue, or another output."
-        )
-    return True
-
-
-@contextmanager
-def _open_output(path: Path, settings: dict[str, Any]) -> Iterator[BinaryIO]:
-    """Open the output for appending, alone; its settings are on disk before its first row."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab", buffering=0) as output:
-        try:
-            fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"another process is writing {path}; wait for it, or choose another output."
-            ) from error
-        if not _check_settings(path, settings):
-            replace_atomically(
-                _settings_path(path), json.dumps(settings, indent=2).encode() + b"\n"
-            )
-        _drop_half_written_row(path, output)
-        yield output
-
-
-def _drop_half_written_row(path: Path, output: BinaryIO) -> None:
-    """Cut what follows the last newline: a kill in the middle of a write leaves such a piece."""
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        logger.warning("%s: dropped a half-written last row of %d bytes", path, len(data) - whole)
-        os.ftruncate(output.fileno(), whole)
-
-
-def _rows_done(output: Path, prompts: Sequence[Prompt]) -> set[str]:
-    """Return the keys of answered prompts; raise `CacheMismatchError` if one has changed since."""
-    if not output.exists():
-        return set()
-    by_key = {prompt.key: prompt for prompt in prompts}
-    done: set[str] = set()
-    for line_number, row in read_jsonl(output, ended_lines_only=True):
-        key = str(row.get("id"))
-        if key not in by_key:
-            continue
-        if row.get("messages", [])[:-1] != by_key[key].messages:
-            raise CacheMismatchError(
-                f"{output}, line {line_number}: id {row['id']!r} answers another prompt than the "
-                "one of that id now. Use the prompts the output was begun with, or another output."
-            )
-        done.add(key)
-    return done
-
-
-def _append_row(output: BinaryIO, path: Path, row: dict[str, Any]) -> None:
-    """Append one line by one unbuffered write, so that only a kill inside it can leave a piece."""
-    line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
-    with disk_full_named(path):
-        num_written = output.write(line)
-    if num_written != len(line):
-        raise DiskFullError(
-            f"only {num_written} of {len(line)} bytes fitted into {path}; free some space and run "
-            "the same command again to continue."
-        )

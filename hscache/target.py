@@ -22,6 +22,7 @@ from typing import Any
 import crc32c
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import nn
 from torch.nn import functional as F
@@ -142,13 +143,11 @@ class Target:
         if getattr(self.config, "layer_types", None):
             self.config.layer_types = self.config.layer_types[: last + 1]
         self.config.use_cache = False
-        model = load_pretrained(
-            AutoModelForCausalLM,
+        model = load_model(
             config.path,
             config=self.config,
             dtype=self.dtype,
             attn_implementation=ATTENTION,
-            use_safetensors=True,  # no pickles
             **_options(config),
         )
         self._base = model.base_model
@@ -166,7 +165,8 @@ class Target:
         """Return the states of a pack, bfloat16 [T, L, H] on the device.
 
         `ids_T` int64 token ids, `offsets` the documents' boundaries in it, from 0 to T. States are
-        the raw outputs of the blocks in `layer_ids`, before any norm, as if each document were alone.
+        the raw outputs of the blocks in `layer_ids`, before any norm, as if every document ran
+        alone.
         """
         ids_T = ids_T.to(self.device)
         lengths = torch.tensor(offsets, device=self.device).diff()
@@ -237,7 +237,8 @@ def _check_packing(target: Target) -> None:
             alone = target.capture(ids_T[start:stop], (0, stop - start)).float()
         # per layer: one with large states must not hide another
         error_L = (states[start:stop].float() - alone).norm(dim=(0, 2)) / alone.norm(dim=(0, 2))
-        if not bool((error_L < 0.05).all()):  # bf16 noise stays below 2 %
+        # bf16 noise was 0.8 % in SmolLM2, and 4 % in a small random model of large weights.
+        if not bool((error_L < 0.1).all()):
             raise _unsupported(
                 target.config,
                 f"a document in a pack differs from the same one alone by {error_L.max():.1%}",
@@ -263,8 +264,9 @@ def load_tokenizer(config: TargetConfig) -> Any:
     if not (tokenizer.is_fast and tokenizer.chat_template):
         lacks = "chat template" if tokenizer.is_fast else "tokenizer.json (a fast tokenizer)"
         raise ConfigError(
-            f"the tokenizer of target.path {config.path!r} has no {lacks}, and the loss mask needs "
-            "it. Use an instruction-tuned target, or add the file to its folder."
+            f"the tokenizer of the target {config.path!r} has no {lacks}, without which "
+            "conversations cannot become tokens. Use an instruction-tuned target, or add the file "
+            "to its folder."
         )
     return tokenizer
 
@@ -273,17 +275,74 @@ def _options(config: TargetConfig) -> dict[str, Any]:
     return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' load reports and bars off the terminal; its errors still raise."""
+    logs = transformers.utils.logging
+    verbosity, bars = logs.get_verbosity(), logs.is_progress_bar_enabled()
+    logs.set_verbosity_error()
+    logs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logs.set_verbosity(verbosity)
+        if bars:
+            logs.enable_progress_bar()
+
+
 def load_pretrained(loader: Any, path: str, **options: Any) -> Any:
     """Load a part of a pretrained model; its many errors become one of ours, with the cause."""
     try:
-        return loader.from_pretrained(path, **options)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()
+        with _quiet():
+            return loader.from_pretrained(path, **options)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
-            f"target.path {path!r} cannot be loaded ({loader.__name__}): "
-            f"{reason[0] if reason else type(error).__name__} Expected a Hugging Face id or a "
-            "folder with config.json, safetensors weights and a tokenizer."
+            f"the target {path!r} cannot be loaded: {_what_is_wrong(path, loader, error)}. "
+            "Expected a Hugging Face id, or a folder with config.json, safetensors weights and a "
+            "tokenizer."
         ) from error
+
+
+def _what_is_wrong(path: str, loader: Any, error: Exception) -> str:
+    """Say which part of a folder is missing, for transformers speaks of the consequences."""
+    folder = Path(path)
+    if folder.is_dir():
+        needed = {AutoTokenizer: "tokenizer.json", AutoModelForCausalLM: "*.safetensors"}
+        wanted = ("config.json", needed.get(loader, "config.json"))
+        if lacking := [name for name in dict.fromkeys(wanted) if not any(folder.glob(name))]:
+            return f"the folder has no {', no '.join(lacking)}"
+    elif folder.exists():
+        return "it is a file, not a folder"
+    elif path.startswith(("/", ".", "~")):
+        return "there is no such folder"
+    lines = str(error).strip().splitlines() or [""]
+    what = f"{loader.__name__}: {type(error).__name__}: {lines[0].rstrip('.')[:400]}"
+    return what if folder.is_dir() else f"there is no such folder here, and as a Hub id: {what}"
+
+
+def load_model(path: str, **options: Any) -> Any:
+    """Load a causal LM from safetensors; ConfigError also if weights are missing or do not fit."""
+    model, info = load_pretrained(
+        AutoModelForCausalLM,
+        path,
+        use_safetensors=True,  # no pickles
+        output_loading_info=True,  # weights that a truncated model does not want are no matter
+        ignore_mismatched_sizes=True,  # transformers would name them in a report, not in the error
+        **options,
+    )
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, found, expected = mismatched[0]
+        raise ConfigError(
+            f"the target {path!r} has {len(mismatched)} weights that do not fit its config.json: "
+            f"{name} is {list(found)}, expected {list(expected)}. Use the config.json that came "
+            "with the weights."
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise ConfigError(
+            f"the target {path!r} lacks {len(missing)} weights of the model its config.json "
+            f"describes, {missing[0]} for one; they would be random numbers. Complete the folder."
+        )
+    return model
 
 
 def check_layer_ids(config: TargetConfig, num_layers: int) -> tuple[int, ...]:
@@ -366,7 +425,17 @@ class Frozen:
             "norm_form": self.norm_form,
             "head": "tied" if self.head_VH is None else "lm_head.weight",
         }
-        return save({k: v.contiguous().cpu() for k, v in tensors.items()}, metadata=metadata)
+        return _sort_header(
+            save({name: t.contiguous().cpu() for name, t in tensors.items()}, metadata=metadata)
+        )
+
+
+def _sort_header(data: bytes) -> bytes:
+    """Sort the header of safetensors bytes: the library writes metadata in a random order."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = canonical_json(json.loads(data[8:end]))
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + data[end:]
 
 
 def config_sha256(config: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hscache.errors import DataError
-from trainer.anchors import anchor_rate, coverage, sample_anchors, valid_anchors
+from trainer.anchors import anchor_rate, coverage, sample_anchors, sample_slots, valid_anchors
 
 KEY = {"seed": 3, "pass_index": 0, "document_id": 11}
 
@@ -106,3 +106,23 @@ def test_coverage_with_every_anchor_is_counted_by_hand():
     assert coverage([mask], rate=1.0, limit=99, block_size=3) == pytest.approx(7 / 5)
     assert coverage([mask], rate=1.0, limit=2, block_size=3) == pytest.approx(7 / 5 / 2)
     assert coverage([np.zeros(4, bool)], rate=1.0, limit=2, block_size=3) == 0.0
+
+
+def test_sampled_slots_have_the_decayed_weights_on_average():
+    weights_K = np.exp(-np.arange(7) / 1.5).astype(np.float32)
+    kept = [
+        sample_slots(weights_K, 50, seed=3, pass_index=0, document_id=document)
+        for document in range(200)
+    ]
+    assert set(np.unique(kept)) == {0.0, 1.0}
+    np.testing.assert_allclose(np.mean(kept, axis=(0, 1)), weights_K, atol=0.02)
+
+
+def test_sampled_slots_depend_on_seed_pass_and_document_alone():
+    weights_K = np.full(7, 0.5, np.float32)
+    key = {"seed": 3, "pass_index": 1, "document_id": 9}
+    first = sample_slots(weights_K, 20, **key)
+    np.testing.assert_array_equal(first, sample_slots(weights_K, 20, **key))
+    for name in key:
+        other = sample_slots(weights_K, 20, **{**key, name: key[name] + 1})
+        assert (first != other).any()

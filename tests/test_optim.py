@@ -1,4 +1,4 @@
-"""Learning rate by hand, weight decay on matrices only, clipping."""
+"""Learning rate by hand, weight decay on matrices only, Muon for matrices, clipping."""
 
 import math
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.optim import clip_gradients, learning_rate, make_optimizer
+from hscache.errors import ConfigError
+from trainer.config import OptimConfig
+from trainer.optim import clip_gradients, learning_rate, make_optimizers
 
 
 def rates(**kwargs):
@@ -41,24 +43,59 @@ def test_rate_without_warm_up_only_falls():
     assert actual[19] == pytest.approx(0.0)
 
 
-def test_decay_falls_on_matrices_only():
+def step_all(parameters, **config) -> list[torch.optim.Optimizer]:
+    """Make the optimizers and take one step with the gradients that are there."""
+    optimizers = make_optimizers(parameters, OptimConfig(**config))
+    for optimizer in optimizers:
+        optimizer.step()
+    return optimizers
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_decay_falls_on_matrices_only(name):
     matrix, vector = nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3))
-    optimizer = make_optimizer(
-        [matrix, vector], learning_rate=0.1, betas=(0.9, 0.95), weight_decay=0.5
-    )
     for parameter in (matrix, vector):
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    step_all([matrix, vector], name=name, lr=0.1, weight_decay=0.5)
     torch.testing.assert_close(matrix.detach(), torch.full((3, 3), 1 - 0.1 * 0.5))
     torch.testing.assert_close(vector.detach(), torch.ones(3))
 
 
 def test_first_step_moves_by_the_learning_rate():
     weight = nn.Parameter(torch.zeros(2, 2))
-    optimizer = make_optimizer([weight], learning_rate=0.1, betas=(0.9, 0.95), weight_decay=0.0)
     weight.grad = torch.tensor([[3.0, -0.5], [1.0, -9.0]])
-    optimizer.step()
+    step_all([weight], lr=0.1)
     torch.testing.assert_close(weight.detach(), torch.tensor([[-0.1, 0.1], [-0.1, 0.1]]))
+
+
+def test_muon_step_is_nearly_orthogonal_and_as_long_as_an_adamw_step():
+    """Update = 0.2 sqrt(max(A, B)) U V^T: root mean square 0.2 lr (arXiv 2502.16982, eq. 4)."""
+    torch.manual_seed(0)
+    matrix = nn.Parameter(torch.zeros(24, 16))
+    matrix.grad = torch.randn(24, 16)
+    left, _, right = torch.linalg.svd(matrix.grad, full_matrices=False)
+    step_all([matrix], name="muon", lr=0.1)
+    update = -matrix.detach()
+    assert update.square().mean().sqrt().item() == pytest.approx(0.02, rel=0.2)
+    assert torch.cosine_similarity(update.flatten(), (left @ right).flatten(), 0) > 0.97
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("adamw", ["AdamW"]), ("muon", ["Muon", "AdamW"])])
+def test_every_parameter_has_exactly_one_optimizer(name, kinds):
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in ((4, 4), (4,), (2, 4), (3,))]
+    optimizers = make_optimizers(iter(parameters), OptimConfig(name=name))
+    assert [type(optimizer).__name__ for optimizer in optimizers] == kinds
+    owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    assert sorted(map(id, owned)) == sorted(map(id, parameters))
+
+
+def test_norms_are_stepped_by_adamw_under_muon():
+    vectors = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    matrix = nn.Parameter(torch.zeros(2, 2))
+    for vector, name in zip(vectors, ("adamw", "muon"), strict=True):
+        vector.grad, matrix.grad = torch.tensor([2.0, -3.0]), torch.ones(2, 2)
+        step_all([matrix, vector], name=name, lr=0.1)
+    assert torch.equal(vectors[0], vectors[1])
 
 
 def test_clipping_scales_the_joint_norm_and_returns_the_norm_before():
@@ -69,3 +106,23 @@ def test_clipping_scales_the_joint_norm_and_returns_the_norm_before():
     assert clip_gradients(iter([a, b]), 1.0).item() == pytest.approx(5.0)
     assert a.grad.item() == pytest.approx(0.6, rel=1e-5)
     assert b.grad.item() == pytest.approx(0.8, rel=1e-5)
+
+
+@pytest.mark.parametrize("norm", [float("nan"), float("inf")])
+def test_clipping_a_gradient_that_is_not_finite_returns_it_for_the_caller_to_see(norm):
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([1.0, norm])
+    assert not clip_gradients([weight], 1.0).isfinite()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("lr", 0.0), ("lr", float("nan")), ("lr", float("inf")), ("clip", -1.0), ("clip", 0.0),
+        ("warmup_fraction", 1.5), ("final_fraction", -0.1), ("betas", (0.9, 1.0)),
+        ("weight_decay", -0.1), ("weight_decay", float("nan")),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_train_are_refused(field, value):
+    with pytest.raises(ConfigError, match=field):
+        OptimConfig(**{field: value})

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hscache.errors import ConfigError
-from trainer.rows import RowDocument, build_row, pack_rows, slot_weights
+from trainer.rows import RowDocument, build_row, decayed_weights, pack_rows
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 6)), max_size=30), st.randoms())
@@ -38,10 +38,10 @@ def test_document_with_more_anchors_than_a_row_is_named():
         pack_rows([5], [7], [0], row_tokens=20, anchors_per_row=6)
 
 
-def test_slot_weights_decay_from_one():
+def test_weights_decay_from_one():
     expected = [math.exp(-(k - 1) / 4.0) for k in range(1, 8)]
-    assert slot_weights(8, 4.0).dtype == np.float32
-    np.testing.assert_allclose(slot_weights(8, 4.0), expected, rtol=1e-6)
+    assert decayed_weights(8, 4.0).dtype == np.float32
+    np.testing.assert_allclose(decayed_weights(8, 4.0), expected, rtol=1e-6)
 
 
 def reference_row(documents, anchors, *, anchors_per_row, block_size, gamma):
@@ -88,7 +88,12 @@ def test_row_equals_the_obvious_loops(data):
         num_anchors = int(rng.integers(0, min(4, length)))
         anchors.append(np.sort(rng.choice(length - 1, num_anchors, replace=False)).astype(np.int64))
     row = build_row(
-        documents, anchors, row_tokens=40, anchors_per_row=12, block_size=block_size, gamma=3.0
+        documents,
+        anchors,
+        row_tokens=40,
+        anchors_per_row=12,
+        block_size=block_size,
+        slot_weights=[decayed_weights(block_size, 3.0)] * len(documents),
     )
     starts, ends, anchor_ids, labels, weights = reference_row(
         documents, anchors, anchors_per_row=12, block_size=block_size, gamma=3.0
@@ -117,9 +122,21 @@ def test_padding_changes_only_empty_slots():
         document_id=0, input_ids_T=np.arange(1, 7), loss_mask_T=np.ones(6, dtype=bool)
     )
     anchors = [np.array([1, 4])]
-    small = build_row([document], anchors, row_tokens=6, anchors_per_row=2, block_size=4, gamma=4.0)
+    small = build_row(
+        [document],
+        anchors,
+        row_tokens=6,
+        anchors_per_row=2,
+        block_size=4,
+        slot_weights=[decayed_weights(4, 4.0)],
+    )
     large = build_row(
-        [document], anchors, row_tokens=99, anchors_per_row=9, block_size=4, gamma=4.0
+        [document],
+        anchors,
+        row_tokens=99,
+        anchors_per_row=9,
+        block_size=4,
+        slot_weights=[decayed_weights(4, 4.0)],
     )
     assert large.weights_NK.sum() == small.weights_NK.sum()
     assert np.array_equal(large.weights_NK[:2], small.weights_NK)

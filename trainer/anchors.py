@@ -65,6 +65,29 @@ def sample_anchors(
     return np.sort(valid_V[np.argsort(ranks_V, kind="stable")[:n]]).astype(np.int64)
 
 
+def sample_slots(
+    weights_K: npt.NDArray[np.float32],
+    num_anchors: int,
+    *,
+    seed: int,
+    pass_index: int,
+    document_id: int,
+) -> npt.NDArray[np.float32]:
+    """Keep slot k of each block with probability weights_K[k], at weight 1; float32 [A, K].
+
+    The expected loss is that of the decayed weights, at the cost of sum(weights_K) slots a block
+    instead of K: the head's products are most of a small drafter's work. Keyed like
+    `sample_anchors`, from numbers that it does not use.
+    """
+    bits = np.random.Philox(
+        key=np.array([seed, pass_index], dtype=np.uint64),
+        counter=np.array([0, 0, 1, document_id], dtype=np.uint64),
+    )
+    raw_AK = bits.random_raw(num_anchors * len(weights_K)).reshape(num_anchors, len(weights_K))
+    uniform_AK = (raw_AK >> np.uint64(11)) * 2.0**-53
+    return (uniform_AK < weights_K).astype(np.float32)
+
+
 def coverage(
     loss_masks: Iterable[npt.NDArray[np.bool_]], *, rate: float, limit: int, block_size: int
 ) -> float:

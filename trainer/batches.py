@@ -1,13 +1,15 @@
 """Batches from shards: a background thread decodes states and lays rows out, ahead of training.
 
 Takes a cache and a schedule; hands on `Batch`es in a fixed order with the position after each. A
-bounded queue keeps at most a few rows ahead; `wait_s` counts how long training stood still for data.
+bounded queue keeps a few rows ahead; `wait_s` counts how long training stood still for data.
 
 Axes: S row tokens, F = layers * hidden, N anchor slots, K predicted slots, M scored slots.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import queue
 import threading
 import time
@@ -20,11 +22,15 @@ import numpy as np
 import torch
 
 from hscache.reader import Cache, Shard
-from trainer.rows import Row, RowDocument, build_row
-from trainer.schedule import AnchorRule, Position, RowPlan, Visit, positions, tick_rows
+from trainer.anchors import sample_slots
+from trainer.rows import FloatArray, Row, RowDocument, build_row, decayed_weights
+from trainer.schedule import AnchorRule, Position, RowPlan, Schedule, positions, tick_rows
 
 _READ_TOKENS = 4096
 _AHEAD = 4
+
+States = dict[int, tuple[Shard, np.ndarray]]
+"""Shards of a tick by number, with their decoded states, bf16 bits uint16 [T, L, H]."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,20 +63,22 @@ class RowSettings:
     anchors_per_row: int
     block_size: int
     gamma: float
+    """slot k weighs exp(-(k - 1) / gamma)"""
+    sample_slots: bool = False
+    """keep slots with that probability, at weight 1, instead of weighting all"""
 
 
 class Loader:
     """Iterate over the rows of a run from a position on; a context manager that ends its thread.
 
-    `shards` are the training shards in use, ascending; `passes` ordinary epochs over them.
+    What goes wrong in the thread (a damaged or vanished shard) is raised where rows are taken.
     """
 
     def __init__(
         self,
         cache: Cache,
-        shards: list[int],
+        schedule: Schedule,
         *,
-        passes: int,
         rule: AnchorRule,
         row: RowSettings,
         device: torch.device,
@@ -78,11 +86,9 @@ class Loader:
         threads: int,
         start: Position,
     ) -> None:
-        self._cache, self._shards, self._passes = cache, shards, passes
+        self._cache, self._schedule = cache, schedule
         self._rule, self._row, self._start = rule, row, start
-        self._device, self._dtype = device, dtype
-        self._threads = threads
-        self._rows_before = start.rows
+        self._device, self._dtype, self._threads = device, dtype, threads
         self._queue: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=_AHEAD)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, name="loader", daemon=True)
@@ -100,11 +106,9 @@ class Loader:
         trace: TracebackType | None,
     ) -> None:
         self._stopped.set()
-        while self._thread.is_alive():  # the thread may be blocked on a full queue
-            with self._queue.mutex:
-                self._queue.queue.clear()
-                self._queue.not_full.notify_all()
-            self._thread.join(timeout=0.05)
+        while self._thread.is_alive():  # it may be blocked on a full queue
+            with contextlib.suppress(queue.Empty):
+                self._queue.get(timeout=0.05)
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
@@ -117,49 +121,44 @@ class Loader:
                 raise item
             yield item
 
-    @property
-    def num_ticks(self) -> int:
-        """Ticks of the run: one shard each, pass after pass."""
-        return len(self._shards) * self._passes
-
     def _work(self) -> None:
         try:
-            for tick in range(self._start.tick, self.num_ticks):
-                for batch in self._tick(tick):
-                    if self._stopped.is_set():
-                        return
-                    self._queue.put(batch)
+            for batch in self._batches():
+                if self._stopped.is_set():
+                    return
+                self._queue.put(batch)
             self._queue.put(None)
         except BaseException as error:
             self._queue.put(error)
 
-    def _tick(self, tick: int) -> Iterator[Batch]:
-        pass_index, index = divmod(tick, len(self._shards))
-        shard = self._cache.shard(self._shards[index])
+    def _batches(self) -> Iterator[Batch]:
+        position = self._start
+        for tick in range(position.tick, self._schedule.num_ticks):
+            if position.tick < tick:  # the tick before had no rows
+                position = Position(rows=position.rows, tick=tick)
+            for batch in self._tick(position):
+                yield batch
+                position = batch.position
+
+    def _tick(self, start: Position) -> Iterator[Batch]:
+        visits = self._schedule.visits(start.tick)
+        shards = [self._cache.shard(visit.shard) for visit in visits]
         rows = tick_rows(
             self._cache.plan,
-            [Visit(shard=shard.number, pass_index=pass_index)],
+            visits,
             self._rule,
-            tick=tick,
+            tick=start.tick,
             row_tokens=self._row.row_tokens,
-            anchors_per_row=self._row.anchors_per_row,
-            skip=frozenset(q.document for q in shard.manifest.quarantined),
+            skip=frozenset(q.document for shard in shards for q in shard.manifest.quarantined),
         )
-        start = self._start if tick == self._start.tick else self._first_position(tick)
-        if start.row_in_tick >= len(rows):
-            self._rows_before = start.rows
+        rows_left = rows[start.row_in_tick :]
+        if not rows_left:  # nothing to decode shards for
             return
-        bits_TLH = read_shard(shard, self._threads)
-        for row, position in zip(
-            rows[start.row_in_tick :], positions(len(rows), tick, start), strict=True
-        ):
-            yield self._batch(row, shard, bits_TLH, position)
-            self._rows_before = position.rows
+        states = {shard.number: (shard, read_shard(shard, self._threads)) for shard in shards}
+        for row, position in zip(rows_left, positions(len(rows), start), strict=True):
+            yield self._batch(row, states, position)
 
-    def _first_position(self, tick: int) -> Position:
-        return Position(rows=self._rows_before, tick=tick, row_in_tick=0)
-
-    def _batch(self, plan: RowPlan, shard: Shard, bits_TLH: np.ndarray, position: Position) -> Batch:
+    def _batch(self, plan: RowPlan, states: States, position: Position) -> Batch:
         documents = [
             RowDocument(
                 document_id=document,
@@ -174,16 +173,37 @@ class Loader:
             row_tokens=self._row.row_tokens,
             anchors_per_row=self._row.anchors_per_row,
             block_size=self._row.block_size,
-            gamma=self._row.gamma,
+            slot_weights=self._slot_weights(plan),
         )
-        features = np.zeros((self._row.row_tokens, *bits_TLH.shape[1:]), np.uint16)
-        for document, start, stop in zip(
-            plan.documents, row.document_offsets, row.document_offsets[1:], strict=False
+        identity = self._cache.identity.states
+        bits_SLH = np.zeros(
+            (self._row.row_tokens, len(identity.target_layer_ids), identity.hidden_size), np.uint16
+        )
+        for document, (start, stop) in zip(
+            plan.documents, itertools.pairwise(row.document_offsets), strict=True
         ):
+            shard, bits_TLH = states[int(self._cache.plan.shards[document])]
             first = shard.start_of(document)
-            assert first is not None
-            features[start:stop] = bits_TLH[first : first + stop - start]
-        return to_batch(row, features, position, self._device, self._dtype)
+            assert first is not None, "tick_rows skips quarantined documents"
+            bits_SLH[start:stop] = bits_TLH[first : first + stop - start]
+        return to_batch(row, bits_SLH, position, self._device, self._dtype)
+
+    def _slot_weights(self, plan: RowPlan) -> list[FloatArray]:
+        weights_K = decayed_weights(self._row.block_size, self._row.gamma)
+        if not self._row.sample_slots:
+            return [weights_K] * len(plan.documents)
+        return [
+            sample_slots(
+                weights_K,
+                len(anchors_A),
+                seed=self._rule.seed,
+                pass_index=pass_index,
+                document_id=document,
+            )
+            for document, pass_index, anchors_A in zip(
+                plan.documents, plan.pass_indices, plan.anchors, strict=True
+            )
+        ]
 
 
 def read_shard(shard: Shard, threads: int) -> np.ndarray:
@@ -191,8 +211,8 @@ def read_shard(shard: Shard, threads: int) -> np.ndarray:
     num_tokens = shard.manifest.num_tokens
     starts = range(0, num_tokens, _READ_TOKENS)
     pieces = [(start, min(start + _READ_TOKENS, num_tokens)) for start in starts]
-    layers, hidden = shard.cache.identity.states.target_layer_ids, shard.cache.identity.states
-    bits_TLH = np.empty((num_tokens, len(layers), hidden.hidden_size), np.uint16)
+    states = shard.cache.identity.states
+    bits_TLH = np.empty((num_tokens, len(states.target_layer_ids), states.hidden_size), np.uint16)
 
     def read(piece: tuple[int, int]) -> None:
         bits_TLH[piece[0] : piece[1]] = shard.read_bits(*piece)

@@ -1,8 +1,8 @@
-"""Checkpoints: a folder other tools load as a DFlash drafter, and all that a resume needs beside it.
+"""Checkpoints: a folder that other tools load as a DFlash drafter, and what a resume needs.
 
-Takes drafter, optimizer and position; leaves `checkpoint-<step>/` with `model.safetensors` and
+Takes drafter, optimizers and position; leaves `checkpoint-<step>/` with `model.safetensors` and
 `config.json` (z-lab's format), `training.safetensors` (fp32 masters, moments, RNG) and
-`trainer_state.json` (position, identity, settings, checksums). A folder appears whole or not at all.
+`trainer_state.json` (position, identity, settings, checksums). It appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import crc32c
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from hscache import files
 from hscache.errors import CacheMismatchError, ConfigError, ShardCorruptError
-from hscache.zarr_array import canonical_json
+from hscache.zarr_array import canonical_json, checksum_hex
 from trainer.config import DrafterConfig
 from trainer.drafter import Drafter
 from trainer.schedule import Position
@@ -33,6 +32,13 @@ MODEL, CONFIG, TRAINING, STATE = (
     "training.safetensors",
     "trainer_state.json",
 )
+# What a drafter's config may say and we would compute; the first is what we write.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", None),
+    "attention_bias": (False, None),
+    "rope_scaling": (None,),
+    "is_causal": (False, None),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,8 @@ class TrainerState:
     """context tokens consumed"""
     anchors: int
     empty_windows: int
+    window: list[dict[str, Any]]
+    """figures of the steps that no line of metrics covers yet"""
     total_tokens: int
     cache: dict[str, Any]
     """identity of the cache"""
@@ -52,14 +60,12 @@ class TrainerState:
     """shards, passes, stride, anchor rule"""
     settings: dict[str, Any]
     """settings that decide the result"""
-    checksums: dict[str, str]
-    """crc32c of the other files"""
 
 
 def drafter_json(
     config: DrafterConfig, target_config: dict[str, Any], dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Return z-lab's config.json of a drafter (dflash.md 3.2); keys are doubled where readers differ.
+    """Return z-lab's config.json of a drafter (dflash.md 3.2), keys doubled where readers differ.
 
     `block_size` and `mask_token_id` are read at the top level by some engines and in
     `dflash_config` by others; `rope_theta` likewise moved between transformers 4 and 5.
@@ -108,12 +114,20 @@ def drafter_config_from_json(config: dict[str, Any], where: Path) -> DrafterConf
 
     Raises ConfigError when a field is missing, or names something this trainer cannot run.
     """
-    dflash = config.get("dflash_config", {})
+    dflash = config.get("dflash_config") or {}
     kinds = set(config.get("layer_types") or ["full_attention"])
     if kinds != {"full_attention"}:
         raise ConfigError(f"{where}: layer types {sorted(kinds)} are not supported yet.")
+    for name, supported in _ONLY.items():
+        if config.get(name) not in supported:
+            raise ConfigError(
+                f"{where}: {name} is {config[name]!r}, which is not supported yet; expected "
+                f"{supported[0]!r}."
+            )
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") != "default":
+        raise ConfigError(f"{where}: rope_type {rope['rope_type']!r} is not supported yet.")
     try:
-        rope = config.get("rope_parameters") or {}
         return DrafterConfig(
             **{
                 name: config[name]
@@ -123,46 +137,56 @@ def drafter_config_from_json(config: dict[str, Any], where: Path) -> DrafterConf
                     "max_position_embeddings", "vocab_size", "num_target_layers",
                 )
             },
-            rope_theta=rope.get("rope_theta", config.get("rope_theta")),
+            rope_theta=rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"],
             block_size=config.get("block_size") or dflash["block_size"],
             mask_token_id=dflash["mask_token_id"],
             target_layer_ids=tuple(dflash["target_layer_ids"]),
         )  # fmt: skip
-    except KeyError as error:
-        raise ConfigError(f"{where} lacks the field {error}; expected a DFlash config.") from error
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{where}: missing or unusable: {error}; expected a DFlash config."
+        ) from error
 
 
 def save_checkpoint(
     run_dir: Path,
     drafter: Drafter,
-    optimizer: torch.optim.Optimizer,
+    optimizers: list[torch.optim.Optimizer],
     state: TrainerState,
+    *,
     target_config: dict[str, Any],
     dtype: torch.dtype,
     keep: int,
 ) -> Path:
-    """Write `checkpoint-<step>` atomically, then delete all but the newest `keep`."""
+    """Write `checkpoint-<step>` atomically, then delete all but the newest `keep`.
+
+    Raises DiskFullError; the checkpoints before it are then untouched.
+    """
     masters = {k: v.detach().cpu().contiguous() for k, v in drafter.state_dict().items()}
     training = {f"master.{name}": value for name, value in masters.items()}
     for name, parameter in drafter.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            training[f"optimizer.{key}.{name}"] = value.detach().cpu().contiguous()
+        for optimizer in optimizers:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                training[f"optimizer.{key}.{name}"] = value.detach().cpu().contiguous()
     training["rng"] = torch.get_rng_state()
-    contents = {
-        MODEL: save({k: v.to(dtype) for k, v in masters.items()}, metadata={"format": "pt"}),
-        TRAINING: save(training),
-        CONFIG: json.dumps(drafter_json(drafter.config, target_config, dtype), indent=2).encode(),
-    }
-    checksums = {name: f"{crc32c.crc32c(data):08x}" for name, data in contents.items()}
+    model = {name: value.to(dtype) for name, value in masters.items()}
+    config = drafter_json(drafter.config, target_config, dtype)
     final = run_dir / f"checkpoint-{state.step}"
     with files.temporary_folder(run_dir) as folder:
-        for name, data in contents.items():
+        checksums = {}
+        for name, data in (
+            (TRAINING, save(training)),
+            (MODEL, save(model, metadata={"format": "pt"})),
+            (CONFIG, json.dumps(config, indent=2).encode()),
+        ):
             files.write_durable(folder / name, data)
-        record = asdict(state) | {"checksums": checksums}
-        files.write_durable(folder / STATE, canonical_json(record))
-        if final.exists():  # the same step of the same run, written before an interruption
-            shutil.rmtree(final)
-        files.publish_folder(folder, final)
+            checksums[name] = checksum_hex(data)
+        record = {**asdict(state), "checksums": checksums}
+        sealed = {**record, "crc32c": checksum_hex(canonical_json(record))}
+        files.write_durable(folder / STATE, canonical_json(sealed))
+        # A run only goes forward from its newest checkpoint, so the name is free.
+        if not files.publish_folder(folder, final):
+            raise CacheMismatchError(f"{final} appeared meanwhile: does another run write there?")
     for old in list_checkpoints(run_dir)[:-keep]:
         shutil.rmtree(old)
     return final
@@ -190,50 +214,76 @@ def resolve_checkpoint(path: Path) -> Path:
 
 
 def read_state(checkpoint: Path) -> TrainerState:
-    """Read a checkpoint's state and check its files against the checksums in it.
+    """Read a checkpoint's state, and check all of its files against their checksums.
 
-    Raises ShardCorruptError when a file is missing, cut or changed.
+    Raises ShardCorruptError naming the file that is missing, cut or changed.
     """
+    record = _read_record(checkpoint)
+    checksums = record.pop("checksums")
+    for name in (CONFIG, MODEL, TRAINING):
+        _require_checksum(checkpoint / name, checksums[name])
+    return TrainerState(**{**record, "position": Position(**record["position"])})
+
+
+def _read_record(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / STATE
     try:
-        record = json.loads((checkpoint / STATE).read_bytes())
-        record["position"] = Position(**record["position"])
-        state = TrainerState(**record)
-        for name, checksum in state.checksums.items():
-            if f"{crc32c.crc32c((checkpoint / name).read_bytes()):08x}" != checksum:
-                raise ShardCorruptError(
-                    f"{checkpoint / name} fails its checksum. Delete {checkpoint.name} to resume "
-                    "from the checkpoint before it."
-                )
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ShardCorruptError(
-            f"{checkpoint} is no whole checkpoint ({error}). Delete it to resume from the one "
-            "before it."
-        ) from error
-    return state
+        record = json.loads(path.read_bytes())
+        if record.pop("crc32c") != checksum_hex(canonical_json(record)):
+            raise ValueError("its checksum does not match")
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise _damaged(path, str(error)) from error
+    return record
 
 
-def restore(checkpoint: Path, drafter: Drafter, optimizer: torch.optim.Optimizer) -> None:
-    """Load masters, moments and RNG into a drafter and its optimizer."""
+def _require_checksum(path: Path, checksum: str) -> None:
+    try:
+        found = checksum_hex(path.read_bytes())
+    except OSError as error:
+        raise _damaged(path, str(error)) from error
+    if found != checksum:
+        raise _damaged(path, "its checksum does not match")
+
+
+def _damaged(path: Path, reason: str) -> ShardCorruptError:
+    return ShardCorruptError(
+        f"{path} is damaged ({reason}). Delete {path.parent} to go on from the checkpoint before "
+        "it."
+    )
+
+
+def restore(checkpoint: Path, drafter: Drafter, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Load masters, moments and RNG into a drafter and its optimizers."""
     tensors = load_file(checkpoint / TRAINING)
     drafter.load_state_dict(
         {k.removeprefix("master."): v for k, v in tensors.items() if k.startswith("master.")}
     )
-    for name, parameter in drafter.named_parameters():
-        for key in ("step", "exp_avg", "exp_avg_sq"):
-            value = tensors[f"optimizer.{key}.{name}"]
-            # fused AdamW keeps its step counters on the device of the parameter
-            optimizer.state[parameter][key] = value.to(parameter.device)
+    parameters = dict(drafter.named_parameters())
+    owner = {id(p): o for o in optimizers for group in o.param_groups for p in group["params"]}
+    for full_name, value in tensors.items():
+        if full_name.startswith("optimizer."):
+            _, key, name = full_name.split(".", 2)
+            parameter = parameters[name]
+            owner[id(parameter)].state[parameter][key] = value.to(parameter.device)
     torch.set_rng_state(tensors["rng"])
 
 
 def load_drafter(checkpoint: Path) -> Drafter:
     """Build a drafter from a z-lab folder, ours or a published one; weights as fp32 masters.
 
-    Raises ConfigError when config and weights do not fit together, strictly.
+    Raises ConfigError when config and weights do not fit together, strictly, and ShardCorruptError
+    when one of our own checkpoints is damaged.
     """
     path = resolve_checkpoint(checkpoint)
-    config = drafter_config_from_json(json.loads((path / CONFIG).read_text()), path / CONFIG)
-    drafter = Drafter(config)
+    if (path / STATE).exists():
+        checksums = _read_record(path)["checksums"]
+        for name in (CONFIG, MODEL):
+            _require_checksum(path / name, checksums[name])
+    try:
+        config = json.loads((path / CONFIG).read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{path / CONFIG} is not JSON: {error}") from error
+    drafter = Drafter(drafter_config_from_json(config, path / CONFIG))
     try:
         weights = load_file(path / MODEL)
         drafter.load_state_dict({k: v.float() for k, v in weights.items()}, strict=True)

@@ -7,6 +7,7 @@ help. Everything is checked at construction; nothing here imports torch.
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -156,14 +157,24 @@ class LossConfig:
 
     gamma: float | None = None
     """Slot k weighs exp(-(k - 1) / gamma); by block size if not given: 16: 7, 10: 5, 8: 4."""
+    sample_slots: bool = False
+    """Score slot k with that probability at weight 1: same expected loss, fewer head products."""
     chunk_size: int = 512
     """Slots whose logits are in memory at once."""
+
+    def __post_init__(self) -> None:
+        if self.gamma is not None and not self.gamma > 0:
+            raise ConfigError(f"gamma: found {self.gamma}, expected a number above 0.")
+        if self.chunk_size < 1:
+            raise ConfigError(f"chunk_size: found {self.chunk_size}, expected at least 1.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW over fp32 masters, linear warm-up and a cosine over the run's tokens."""
+    """Optimizer over fp32 masters, linear warm-up and a cosine over the run's tokens."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon orthogonalises the updates of matrices: more progress a step, and more work."""
     lr: float = 6e-4
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -176,6 +187,18 @@ class OptimConfig:
     """Learning rate at the end, as a share of the peak."""
     clip: float = 1.0
     """Largest joint gradient norm."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}: found {getattr(self, name)}, expected more than 0.")
+        for name in ("warmup_fraction", "final_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name}: found {getattr(self, name)}, expected 0 to 1.")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"betas: found {self.betas}, expected numbers from 0 to below 1.")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(f"weight_decay: found {self.weight_decay}, expected 0 or more.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +251,8 @@ class FitConfig:
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: found {getattr(self, name)}, expected at least 1.")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed: found {self.seed}, expected 0 to 2**63 - 1.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,3 +279,8 @@ class EvalConfig:
     """cpu, cuda, or auto."""
     json: Path | None = None
     """Also write the figures to this file."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_prompts", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: found {getattr(self, name)}, expected at least 1.")

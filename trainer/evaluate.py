@@ -9,26 +9,25 @@ same training text beside the drafter.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from hscache import files
 from hscache.errors import CacheMismatchError, ConfigError
 from hscache.progress import Progress, configure_logging
 from hscache.prompts import read_prompts
-from hscache.reader import Cache, open_cache
+from hscache.reader import Cache, Document, open_cache
 from hscache.regenerate import find_stop_ids, prompt_ids
 from hscache.report import format_table
-from hscache.target import DTYPES, choose_device, load_pretrained, weights_sha256
+from hscache.settings import to_dict
+from hscache.target import DTYPES, choose_device, load_model, load_pretrained, weights_sha256
 from trainer.acceptance import Acceptance
 from trainer.checkpoint import load_drafter, resolve_checkpoint
 from trainer.config import EvalConfig
@@ -77,18 +76,22 @@ def run(config: EvalConfig, *, dry_run: bool = False) -> int:
     checkpoint = resolve_checkpoint(config.checkpoint)
     drafter = load_drafter(checkpoint)
     _require_same_target(drafter, cache, checkpoint)
-    if not len(cache.held_out) and not config.prompts:
+    documents = _held_out_documents(cache)
+    if not documents and not config.prompts:
         raise ConfigError(
-            f"{config.shards} has no held-out documents and no --prompts were given: there is "
-            "nothing to measure on."
+            f"{config.shards} has no held-out documents with states and no --prompts were given: "
+            "there is nothing to measure on."
         )
+    if config.prompts:
+        read_prompts(config.prompts)  # only to complain now, not in an hour
     if dry_run:
-        print(f"{checkpoint} fits {config.shards}: {len(cache.held_out)} held-out documents")
+        print(f"{checkpoint} fits {config.shards}: {len(documents)} held-out documents")
         return 0
+    if config.json is not None:
+        files.make_folder(config.json.parent)
     dtype = DTYPES[config.dtype]
     frozen = load_frozen(cache).to(device, dtype)
     drafter.to(device)
-    documents = list(cache.held_out)
     estimate = estimate_acceptance(drafter, frozen, documents, device=device, dtype=dtype)
     decoded = decode_prompts(config, cache, drafter, frozen, device) if config.prompts else None
     tables = _count_tables(cache) if config.tables else {}
@@ -99,8 +102,17 @@ def run(config: EvalConfig, *, dry_run: bool = False) -> int:
         on_shards = evaluate_table(table, held_out, block_size)
         on_text = evaluate_table(table, decoded.texts, block_size) if decoded else None
         results[name] = _figures(on_shards, on_text)
-    _report(config, checkpoint, results, len(documents), decoded)
+    counts = {"num_documents": len(documents), "num_missing": len(cache.held_out) - len(documents)}
+    _report(config, checkpoint, results, counts, decoded)
     return 0
+
+
+def _held_out_documents(cache: Cache) -> list[Document]:
+    # Those with states on disk: not quarantined, and not in a shard that is still to be produced.
+    published = set(cache.published_shards())
+    shards = [cache.shard(n) for n in cache.plan.held_out_shards if n in published]
+    rows = {int(row) for shard in shards for row in shard.doc_rows}
+    return [document for document in cache.held_out if document.row in rows]
 
 
 def decode_prompts(
@@ -124,8 +136,8 @@ def decode_prompts(
     # A cache never switches on trust_remote_code; hub models are pinned to the cache's revision.
     revision = cache.identity.states.revision or None
     tokenizer = load_pretrained(AutoTokenizer, path, revision=revision)
-    target = load_pretrained(AutoModelForCausalLM, path, dtype=dtype, revision=revision)
-    target.to(device).eval()
+    target = load_model(path, dtype=dtype, revision=revision).to(device).eval()
+    _require_frozen(target, frozen, path, cache)
     stop_ids = find_stop_ids(target, tokenizer)
     prompts = read_prompts(config.prompts)[: config.max_prompts]
     parts, texts, ties, new_tokens = [], [], 0, 0
@@ -194,6 +206,17 @@ def _require_same_target(drafter: Drafter, cache: Cache, checkpoint: Path) -> No
             )
 
 
+def _require_frozen(target: Any, frozen: FrozenTarget, path: str, cache: Cache) -> None:
+    # A hub model has no folder to hash; its embedding tells it from another one. In bfloat16,
+    # because the producer may have run in another dtype.
+    theirs, ours = target.get_input_embeddings().weight, frozen.embedding_VH
+    if theirs.shape != ours.shape or not torch.equal(theirs.bfloat16(), ours.bfloat16()):
+        raise CacheMismatchError(
+            f"{path} has another embedding than the target of the cache {cache.path} "
+            f"({cache.identity.states.target}). Give that target with --target."
+        )
+
+
 def _figures(held_out: Acceptance, decoded: Acceptance | None) -> dict[str, float | None]:
     def number(value: float) -> float | None:
         return value if value == value else None
@@ -210,7 +233,7 @@ def _report(
     config: EvalConfig,
     checkpoint: Path,
     results: dict[str, dict[str, float | None]],
-    num_documents: int,
+    counts: dict[str, int],
     decoded: Decoded | None,
 ) -> None:
     columns = ("sequential", "dense", "per_document_mean", "decoded")
@@ -224,11 +247,13 @@ def _report(
             [[name, *(cell(r[column]) for column in columns)] for name, r in results.items()],
         )
     )
+    without = f" ({counts['num_missing']} more have no states)" if counts["num_missing"] else ""
     print(
-        f"sequential, dense, per document: {num_documents} held-out documents of {config.shards}\n"
+        f"sequential, dense, per document: {counts['num_documents']} held-out documents of "
+        f"{config.shards}{without}\n"
         "all counts include the bonus token and stop at the end of the answer"
     )
-    facts: dict[str, Any] = {"num_documents": num_documents, "checkpoint": str(checkpoint)}
+    facts: dict[str, Any] = {**counts, "checkpoint": str(checkpoint)}
     trained = [r["sequential"] for n, r in results.items() if n.endswith("table")]
     best = max((value for value in trained if value is not None), default=None)
     ours = results["drafter"]["sequential"]
@@ -251,14 +276,5 @@ def _report(
             f"{decoded.num_prompts}" + (f", {decoded.num_ties} ties" if decoded.num_ties else "")
         )
     if config.json is not None:
-        config.json.parent.mkdir(parents=True, exist_ok=True)
-        record = {"results": results, **facts, "config": _plain(dataclasses.asdict(config))}
+        record = {"results": results, **facts, "config": to_dict(config)}
         files.replace_atomically(config.json, json.dumps(record, indent=2).encode())
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value

@@ -74,6 +74,17 @@ def load_frozen(cache: Cache) -> FrozenTarget:
     )
 
 
+def initial_norm(frozen: FrozenTarget) -> torch.Tensor:
+    """Return the drafter's first final-norm weight [hidden]: the target's, scaled down.
+
+    The head expects vectors shaped by the target's own final norm; the scale makes the logits of a
+    random direction have unit variance. With ones instead, the first loss is several times log V
+    (SmolLM2: 72), gradients are clipped to nothing, and the first hundreds of steps are lost.
+    """
+    logit_std = (frozen.head_VH.float() * frozen.norm_H).square().sum(1).mean().sqrt()
+    return frozen.norm_H / logit_std
+
+
 def target_config(cache: Cache) -> dict[str, Any]:
     """Return the target's text config as it was when the cache was made."""
     return json.loads(target_config_file(cache.path).read_bytes())
@@ -88,7 +99,7 @@ def drafter_config(shape: DrafterShape, cache: Cache) -> DrafterConfig:
     states, config = cache.identity.states, target_config(cache)
     for name in ("hidden_size", "target_layer_ids"):
         asked, cached = getattr(shape, name), getattr(states, name)
-        if asked is not None and tuple_or_self(asked) != tuple_or_self(cached):
+        if asked is not None and asked != cached:
             raise CacheMismatchError(
                 f"drafter.{name} is {asked}, and the cache {cache.path} has {cached}. The drafter "
                 "reads what was captured: change the setting, or produce another cache."
@@ -101,8 +112,8 @@ def drafter_config(shape: DrafterShape, cache: Cache) -> DrafterConfig:
                 "that never occurs in text, such as an unused special token."
             )
     rope = config.get("rope_parameters") or {}
-    theta = rope.get("rope_theta", config.get("rope_theta"))
-    if shape.rope_theta is None and theta is None:
+    theta = shape.rope_theta or rope.get("rope_theta") or config.get("rope_theta")
+    if theta is None:
         raise ConfigError("the target's config has no rope_theta; give drafter.rope_theta.")
     return DrafterConfig(
         hidden_size=states.hidden_size,
@@ -112,7 +123,7 @@ def drafter_config(shape: DrafterShape, cache: Cache) -> DrafterConfig:
         num_key_value_heads=shape.num_key_value_heads,
         head_dim=shape.head_dim,
         rms_norm_eps=shape.rms_norm_eps or float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(shape.rope_theta or theta),
+        rope_theta=float(theta),
         max_position_embeddings=int(config.get("max_position_embeddings", 32768)),
         vocab_size=states.vocab_size,
         block_size=shape.block_size,
@@ -120,8 +131,3 @@ def drafter_config(shape: DrafterShape, cache: Cache) -> DrafterConfig:
         target_layer_ids=states.target_layer_ids,
         num_target_layers=states.num_target_layers,
     )
-
-
-def tuple_or_self(value: Any) -> Any:
-    """Compare lists and tuples alike."""
-    return tuple(value) if isinstance(value, (list, tuple)) else value

@@ -1,17 +1,123 @@
 """metrics.jsonl: one JSON object a line, always; and accelerate's trackers on request.
 
-Takes dicts of numbers with the step they belong to. On resume, lines from beyond the checkpoint are
-cut off, so the file reads as if the run had never stopped.
+Takes the figures of optimizer steps, gathered in a `Window` until a line is due. On resume, lines
+from beyond the checkpoint are cut off and the checkpoint's window is continued, so the file reads
+as if the run had never stopped.
 """
 
 from __future__ import annotations
 
+import errno
+import importlib.util
 import json
+import math
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from hscache import files
+from hscache.errors import ConfigError, HscacheError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    """Sums of one optimizer step, as plain numbers."""
+
+    step: int
+    weight_sum: float
+    num_scored: int
+    loss_sum: float = 0.0
+    num_correct: float = 0.0
+    grad_norm: float | None = None
+    """before clipping; None when nothing was supervised and no update was made"""
+
+
+class Window:
+    """The steps since the last line. Their figures stay on the device until they are read."""
+
+    def __init__(self, figures: Iterable[StepFigures] = ()) -> None:
+        self._read = list(figures)
+        self._pending: list[tuple[StepFigures, torch.Tensor | None]] = []
+        self._started = time.perf_counter()
+        # Rates count this process alone, not what a checkpoint's window brought along.
+        self._tokens = self._anchors = 0
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that no line covers yet."""
+        return len(self._read) + len(self._pending)
+
+    def add(
+        self,
+        step: int,
+        *,
+        tokens: int,
+        anchors: int,
+        weight_sum: float,
+        num_scored: int,
+        sums: torch.Tensor | None,
+    ) -> None:
+        """Add a step; `sums` is [loss sum, right predictions, gradient norm], None if skipped."""
+        figures = StepFigures(step=step, weight_sum=weight_sum, num_scored=num_scored)
+        self._pending.append((figures, sums))
+        self._tokens += tokens
+        self._anchors += anchors
+
+    def read(self) -> list[StepFigures]:
+        """Return every step's figures as numbers (synchronises with the device).
+
+        Raises HscacheError naming the first step whose loss or gradient norm is not finite.
+        """
+        tensors = [sums for _, sums in self._pending if sums is not None]
+        numbers = iter(torch.stack(tensors).tolist() if tensors else [])
+        for figures, sums in self._pending:
+            if sums is None:
+                self._read.append(figures)
+                continue
+            loss_sum, num_correct, grad_norm = next(numbers)
+            if not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):
+                raise HscacheError(
+                    f"the loss or its gradient is not finite at step {figures.step}: loss "
+                    f"{loss_sum / figures.weight_sum:g}, gradient norm {grad_norm:g}. No "
+                    "checkpoint was written since. Check the states with `hscache inspect`, or "
+                    "lower optim.lr in a new run."
+                )
+            self._read.append(
+                StepFigures(
+                    step=figures.step,
+                    weight_sum=figures.weight_sum,
+                    num_scored=figures.num_scored,
+                    loss_sum=loss_sum,
+                    num_correct=num_correct,
+                    grad_norm=grad_norm,
+                )
+            )
+        self._pending = []
+        return self._read
+
+    def values(self, wait_s: float) -> dict[str, float | None]:
+        """Return the line's figures; None where there was nothing to measure, never 0."""
+        steps = self.read()
+        weight_sum = math.fsum(step.weight_sum for step in steps)
+        num_scored = sum(step.num_scored for step in steps)
+        seconds = time.perf_counter() - self._started
+        loss_sum = math.fsum(step.loss_sum for step in steps)
+        num_correct = math.fsum(step.num_correct for step in steps)
+        norms = [step.grad_norm for step in steps if step.grad_norm is not None]
+        return {
+            "train/loss": loss_sum / weight_sum if weight_sum else None,
+            "train/accuracy": num_correct / num_scored if num_scored else None,
+            "train/grad_norm_max": max(norms, default=None),
+            "perf/tokens_per_s": self._tokens / seconds if self._tokens else None,
+            "perf/anchors_per_s": self._anchors / seconds if self._anchors else None,
+            "perf/data_wait": wait_s / seconds,
+        }
 
 
 class MetricsLog:
@@ -20,20 +126,29 @@ class MetricsLog:
     def __init__(
         self, run_dir: Path, *, after_step: int, log_with: str, config: dict[str, Any]
     ) -> None:
+        if log_with != "none" and importlib.util.find_spec(log_with) is None:
+            raise ConfigError(
+                f"log_with is {log_with}, and {log_with} is not installed. Install it, or use "
+                "--log-with none: metrics.jsonl is written in any case."
+            )
         self.path = run_dir / "metrics.jsonl"
-        kept = [line for line in _lines(self.path) if json.loads(line)["step"] <= after_step]
+        self._after_step = after_step
+        self._log_with = log_with
+        self._config = config
+        self._accelerator: Any = None
+
+    def __enter__(self) -> MetricsLog:
+        kept = [line for line in _lines(self.path) if json.loads(line)["step"] <= self._after_step]
         files.replace_atomically(self.path, "".join(kept).encode())
-        self._file = self.path.open("a", buffering=1)
-        self._accelerator = None
-        if log_with != "none":
+        # Unbuffered: after a full disk there is nothing left that closing would try to write again.
+        self._file = self.path.open("ab", buffering=0)
+        if self._log_with != "none":
             from accelerate import Accelerator
 
             self._accelerator = Accelerator(
-                cpu=True, log_with=log_with, project_dir=str(run_dir / "tracker")
+                cpu=True, log_with=self._log_with, project_dir=str(self.path.parent / "tracker")
             )
-            self._accelerator.init_trackers("hscache", config=_flat(config))
-
-    def __enter__(self) -> MetricsLog:
+            self._accelerator.init_trackers("hscache", config=_flat(self._config))
         return self
 
     def __exit__(
@@ -48,8 +163,10 @@ class MetricsLog:
 
     def log(self, step: int, **values: float | None) -> None:
         """Write one line; a value of None means there was nothing to measure (never 0)."""
+        line = json.dumps({"step": step, **values}).encode() + b"\n"
         with files.disk_full_named(self.path):
-            self._file.write(json.dumps({"step": step, **values}) + "\n")
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         if self._accelerator is not None:
             numbers = {k: v for k, v in values.items() if v is not None}
             self._accelerator.log(numbers, step=step)

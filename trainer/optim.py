@@ -1,6 +1,6 @@
 """Learning rate, optimizer and gradient clipping of the drafter.
 
-Takes a step number or parameters; hands back a rate, a torch AdamW or the gradient norm. The
+Takes a step number or parameters; hands back a rate, torch's optimizers or the gradient norm. The
 schedule is a pure function of the step, so a resumed run needs no scheduler state.
 """
 
@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
+
+from trainer.config import OptimConfig
 
 
 def learning_rate(
@@ -29,29 +32,37 @@ def learning_rate(
     return peak * (final_fraction + (1 - final_fraction) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def make_optimizer(
-    params: Iterable[nn.Parameter],
-    *,
-    learning_rate: float,
-    betas: tuple[float, float],
-    weight_decay: float,
-    eps: float = 1e-8,
-) -> torch.optim.AdamW:
-    """Make a fused AdamW over fp32 masters; weight decay on matrices only, not on norms."""
+def make_optimizers(
+    params: Iterable[nn.Parameter], config: OptimConfig
+) -> list[torch.optim.Optimizer]:
+    """Make the optimizers over fp32 masters; weight decay on matrices only, not on norms.
+
+    `adamw`: one fused AdamW. `muon`: torch's Muon for the matrices (Jordan et al. 2024), its step
+    scaled to AdamW's root mean square (Moonlight, arXiv 2502.16982) so that one learning rate
+    serves both, and AdamW for the norms.
+    """
     params = list(params)
     matrices = [p for p in params if p.ndim >= 2]
     vectors = [p for p in params if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}]
-    if vectors:
-        groups.append({"params": vectors, "weight_decay": 0.0})
-    fused = all(p.device.type in ("cpu", "cuda") for p in params)
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=fused)
+    decay, none = config.weight_decay, 0.0
+
+    def adamw(groups: list[dict[str, Any]]) -> torch.optim.AdamW:
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+
+    without_decay = {"params": vectors, "weight_decay": none}
+    if config.name == "adamw":
+        groups = [{"params": matrices, "weight_decay": decay}, without_decay]
+        return [adamw([group for group in groups if group["params"]])]
+    muon = torch.optim.Muon(
+        matrices, lr=config.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
+    )
+    return [muon, adamw([without_decay])] if vectors else [muon]
 
 
 def clip_gradients(params: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
     """Scale gradients to a joint L2 norm of at most `max_norm`; return the norm before.
 
     The norm stays on the device (no synchronisation). A NaN or infinite norm makes the gradients
-    NaN: the caller must look at it before the optimizer steps.
+    NaN: the caller must look at it before it keeps the result.
     """
     return nn.utils.clip_grad_norm_(list(params), max_norm)

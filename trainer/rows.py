@@ -49,7 +49,7 @@ class Row:
     labels_NK: IntArray
     """Token ids at anchor + 1 .. anchor + K; 0 past the document's end and in empty slots."""
     weights_NK: FloatArray
-    """exp(-(k - 1) / gamma) for supervised labels inside the document, else 0."""
+    """Weight of the slot for supervised labels inside the document, else 0."""
     num_tokens: int
     """Tokens in use, at most S."""
     num_anchors: int
@@ -72,7 +72,7 @@ class Row:
         return n_M * (num_predicted + 1) + k_M + 1
 
 
-def slot_weights(block_size: int, gamma: float) -> FloatArray:
+def decayed_weights(block_size: int, gamma: float) -> FloatArray:
     """Return exp(-(k - 1) / gamma) for k = 1 .. block_size - 1: early slots matter most."""
     return np.exp(-np.arange(block_size - 1) / gamma).astype(np.float32)
 
@@ -126,12 +126,13 @@ def build_row(
     row_tokens: int,
     anchors_per_row: int,
     block_size: int,
-    gamma: float,
+    slot_weights: Sequence[FloatArray],
 ) -> Row:
     """Lay documents end to end and describe the block of every anchor.
 
-    `anchors[i]` holds the anchor positions within `documents[i]`, counted from its own start.
-    The documents must fit (`pack_rows` sees to it).
+    `anchors[i]` holds the anchor positions within `documents[i]`, counted from its own start, and
+    `slot_weights[i]` the weights of their slots, [A, K] or [K] for all alike. The documents must
+    fit (`pack_rows` sees to it).
     """
     num_predicted = block_size - 1
     offsets = np.cumsum([0] + [len(document.input_ids_T) for document in documents])
@@ -144,10 +145,11 @@ def build_row(
     anchor_ids_N, context_start_N, context_end_N = np.zeros((3, anchors_per_row), dtype=np.int64)
     labels_NK = np.zeros((anchors_per_row, num_predicted), dtype=np.int64)
     weights_NK = np.zeros((anchors_per_row, num_predicted), dtype=np.float32)
-    decay_K = slot_weights(block_size, gamma)
 
     first = 0
-    for document, anchors_A, start in zip(documents, anchors, offsets, strict=False):
+    for document, anchors_A, weights_AK, start in zip(
+        documents, anchors, slot_weights, offsets, strict=False
+    ):
         ids_T, mask_T = document.input_ids_T, document.loss_mask_T
         length, last = len(ids_T), first + len(anchors_A)
         input_ids_S[start : start + length] = ids_T
@@ -160,7 +162,7 @@ def build_row(
         label_positions_AK = np.where(inside_AK, label_positions_AK, 0)
         labels_NK[first:last] = np.where(inside_AK, ids_T[label_positions_AK], 0)
         scored_AK = inside_AK & mask_T[label_positions_AK].astype(bool)
-        weights_NK[first:last] = scored_AK * decay_K
+        weights_NK[first:last] = scored_AK * weights_AK
         first = last
 
     return Row(

@@ -7,7 +7,7 @@ same rows in the same order (design.md section 5).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,25 +25,33 @@ class Visit:
     pass_index: int
 
 
-def tick_visits(
-    tick: int, *, num_shards: int, passes: int, stride: int, first_shard: int = 0
-) -> list[Visit]:
-    """Return the visits of a tick: shards k, k - s, ..., k - (P - 1) s, where they exist.
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Ticks of a run: at tick k the shards number k, k - s, ..., k - (P - 1) s are visited.
 
-    `num_shards` counts training shards only and `first_shard` is the id of the first. With
-    `stride` = num_shards these are ordinary epochs, one shard a tick.
+    Numbers count the training shards in use, P is `passes` and s is `stride`. With s = the number
+    of shards these are ordinary epochs, one shard a tick; a smaller s keeps a shard's P visits
+    close together, so that a bounded window of shards is enough.
     """
-    visits = []
-    for pass_index in range(passes):
-        number = tick - pass_index * stride
-        if 0 <= number < num_shards:
-            visits.append(Visit(shard=first_shard + number, pass_index=pass_index))
-    return visits
 
+    shards: tuple[int, ...]
+    """Ids of the training shards in use, ascending."""
+    passes: int
+    stride: int
 
-def num_ticks(*, num_shards: int, passes: int, stride: int) -> int:
-    """Return how many ticks a run has."""
-    return num_shards + (passes - 1) * stride
+    @property
+    def num_ticks(self) -> int:
+        """Ticks until every shard has been visited `passes` times."""
+        return len(self.shards) + (self.passes - 1) * self.stride
+
+    def visits(self, tick: int) -> list[Visit]:
+        """Return a tick's visits; numbers outside the shards are skipped."""
+        numbers = [tick - pass_index * self.stride for pass_index in range(self.passes)]
+        return [
+            Visit(shard=self.shards[number], pass_index=pass_index)
+            for pass_index, number in enumerate(numbers)
+            if 0 <= number < len(self.shards)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +59,19 @@ class AnchorRule:
     """How many anchors a document gets, and from which seed."""
 
     rate: float
+    """Anchors per valid anchor of a document."""
     limit: int
+    """Anchor slots of a row."""
     seed: int
 
 
 def anchor_rule(
-    plan: Plan, shards: list[int], *, row_tokens: int, anchors_per_row: int, seed: int
+    plan: Plan, documents: Sequence[int], *, row_tokens: int, anchors_per_row: int, seed: int
 ) -> AnchorRule:
-    """Return the rule that fills the anchor slots of the given training shards."""
-    documents = np.concatenate([list(plan.shard_documents(shard)) for shard in shards])
+    """Return the rule that fills the anchor slots of a pass over these documents.
+
+    Raises DataError when none of them has a valid anchor.
+    """
     rate = anchor_rate(
         total_tokens=int(plan.lengths[documents].sum()),
         total_valid_anchors=int(plan.valid_anchors[documents].sum()),
@@ -67,6 +79,15 @@ def anchor_rule(
         anchors_per_row=anchors_per_row,
     )
     return AnchorRule(rate=rate, limit=anchors_per_row, seed=seed)
+
+
+def expected_tokens(plan: Plan, documents: Sequence[int], rule: AnchorRule) -> float:
+    """Return the context tokens of a pass, on average: a document that draws no anchor is left out.
+
+    n = floor(rate * V + u) is at least 1 with probability min(1, rate * V).
+    """
+    drawn_D = np.minimum(1.0, rule.rate * plan.valid_anchors[documents])
+    return float((drawn_D * plan.lengths[documents]).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +106,6 @@ def tick_rows(
     *,
     tick: int,
     row_tokens: int,
-    anchors_per_row: int,
     skip: frozenset[int] = frozenset(),
 ) -> list[RowPlan]:
     """Deal the documents of a tick's visits into rows, in an order seeded by (seed, tick).
@@ -110,13 +130,12 @@ def tick_rows(
         )
         for document, pass_index in pairs
     ]
-    order = np.random.default_rng([rule.seed, tick]).permutation(len(pairs))
     rows = pack_rows(
         [int(plan.lengths[document]) for document, _ in pairs],
         [len(positions) for positions in anchors],
-        order.tolist(),
+        _shuffled(len(pairs), rule.seed, tick),
         row_tokens=row_tokens,
-        anchors_per_row=anchors_per_row,
+        anchors_per_row=rule.limit,
     )
     return [
         RowPlan(
@@ -128,6 +147,15 @@ def tick_rows(
     ]
 
 
+def _shuffled(count: int, seed: int, tick: int) -> list[int]:
+    # Raw Philox output for the reason given at `sample_anchors`; the third counter word keeps the
+    # order apart from anchors and slots, whose keys look alike and which have 0 and 1 there.
+    bits = np.random.Philox(
+        key=np.array([seed, tick], np.uint64), counter=np.array([0, 0, 2, 0], np.uint64)
+    )
+    return np.argsort(bits.random_raw(count), kind="stable").tolist()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Position:
     """Where a run is: rows consumed in all, and the same as tick and row within it."""
@@ -137,12 +165,11 @@ class Position:
     row_in_tick: int = 0
 
 
-def positions(rows_per_tick: int, tick: int, start: Position) -> Iterator[Position]:
-    """Yield the position after each of a tick's rows, from `start` (in that tick) on."""
-    for row in range(start.row_in_tick, rows_per_tick):
-        done = row + 1
-        consumed = start.rows + done - start.row_in_tick
-        if done == rows_per_tick:
-            yield Position(rows=consumed, tick=tick + 1, row_in_tick=0)
+def positions(rows_in_tick: int, start: Position) -> Iterator[Position]:
+    """Yield the position after each row that is left of the tick of `start`."""
+    for done in range(start.row_in_tick + 1, rows_in_tick + 1):
+        rows = start.rows + done - start.row_in_tick
+        if done == rows_in_tick:
+            yield Position(rows=rows, tick=start.tick + 1)
         else:
-            yield Position(rows=consumed, tick=tick, row_in_tick=done)
+            yield Position(rows=rows, tick=start.tick, row_in_tick=done)

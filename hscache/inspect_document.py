@@ -1,0 +1,131 @@
+"""One document of a cache on the terminal: its text, what is supervised, norms along it.
+
+Takes an open cache and a plan row; reads that document's states and nothing else. The text comes
+from `frozen/tokenizer/tokenizer.json` through the `tokenizers` library alone, because importing
+transformers would take seconds.
+
+Axes: T tokens, L captured layers, H hidden.
+"""
+
+import itertools
+import os
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from hscache import layout
+from hscache.errors import CacheIncompleteError, ConfigError, HscacheError
+from hscache.reader import Cache, Document
+from hscache.report import format_number, format_table
+
+_WIDTH = 64
+"""Columns of a sparkline."""
+_LEVELS = "▁▂▃▄▅▆▇█"
+_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+"""Control characters, shown as symbols: a document must not steer the terminal."""
+
+
+def describe_document(cache: Cache, row: int) -> str:
+    """Return the view of one document.
+
+    Raises ConfigError when there is no such document, ShardCorruptError when its shard is damaged.
+    """
+    num_documents = cache.plan.num_documents
+    if not 0 <= row < num_documents:
+        raise ConfigError(
+            f"--doc {row}: {cache.path} has documents 0 to {num_documents - 1:,}; held-out ones "
+            "come first."
+        )
+    document = cache.documents[row]
+    try:
+        norms, where = _norms(cache, document), "published"
+    except CacheIncompleteError as error:  # not yet, no longer, or never: the tokens are there
+        norms, where = None, str(error)
+    supervised = int(document.loss_mask.sum())
+    facts = [
+        ["tokens", f"{len(document):,}"],
+        ["supervised", f"{supervised:,} ({supervised / len(document):.1%})"],
+        ["possible anchors", f"{int(cache.plan.valid_anchors[row]):,}"],
+        ["held out", "yes" if document.shard_number in cache.plan.held_out_shards else "no"],
+        ["input row", f"{document.source_row:,} over all input files, from 0"],
+        ["key", f"{document.key:016x}"],
+        ["shard", f"{document.shard_number} ({where})"],
+    ]
+    parts = [format_table([f"document {row}", str(cache.path)], facts), _text(cache, document)]
+    if norms is not None:
+        parts.append(norms)
+    return "\n\n".join(parts)
+
+
+def _text(cache: Cache, document: Document) -> str:
+    path = layout.frozen_dir(cache.path) / "tokenizer" / "tokenizer.json"
+    runs = mask_runs(document.loss_mask)
+    if path.is_file():
+        pieces = _decode(path.read_bytes(), document.input_ids, [stop for stop, _ in runs])
+    else:
+        starts = [0, *(stop for stop, _ in runs[:-1])]
+        pieces = [
+            " ".join(map(str, document.input_ids[start:stop].tolist())) + " "
+            for start, (stop, _) in zip(starts, runs, strict=True)
+        ]
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    left, right = ("\033[32m", "\033[0m") if colour else ("⟦", "⟧")
+    marked = [
+        f"{left}{piece}{right}" if supervised else piece
+        for piece, (_, supervised) in zip(pieces, runs, strict=True)
+    ]
+    kind = "text" if path.is_file() else f"token ids ({path} is not there)"
+    return f"{kind}, supervised parts {left}like this{right}:\n{''.join(marked).rstrip()}"
+
+
+def mask_runs(loss_mask_T: npt.NDArray[np.bool_]) -> list[tuple[int, bool]]:
+    """Return (stop, supervised) of every stretch of equal mask values."""
+    changes = np.flatnonzero(np.diff(loss_mask_T)) + 1
+    stops = [*changes.tolist(), len(loss_mask_T)]
+    return [(stop, bool(loss_mask_T[stop - 1])) for stop in stops]
+
+
+def _decode(tokenizer: bytes, ids_T: npt.NDArray[np.int32], stops: Sequence[int]) -> list[str]:
+    """Return the text of each stretch, special tokens included.
+
+    Stretches are cut out of ever longer prefixes: alone, one may lose the space it starts with.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        decode = Tokenizer.from_buffer(tokenizer).decode
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise HscacheError(
+            f"frozen/tokenizer/tokenizer.json cannot be read: {error}. Delete frozen/ and run "
+            "`hscache produce` again."
+        ) from error
+    prefixes = ["", *(decode(ids_T[:stop].tolist(), skip_special_tokens=False) for stop in stops)]
+    return [
+        after[len(before) :].translate(_VISIBLE) for before, after in itertools.pairwise(prefixes)
+    ]
+
+
+def _norms(cache: Cache, document: Document) -> str:
+    rows = []
+    for layer_id in cache.identity.states.target_layer_ids:
+        # a layer at a time: a long document of a 27B target has a gigabyte of states
+        states_TH = document.hidden_states(layer=layer_id).astype(np.float32)
+        norms_T = np.linalg.norm(states_TH, axis=1)
+        figures = (norms_T.min(), norms_T.mean(), norms_T.max())
+        rows.append([layer_id, *(format_number(float(f)) for f in figures), sparkline(norms_T)])
+    headers = ["layer", "min norm", "mean", "max", "along the document (log scale)"]
+    return format_table(headers, rows)
+
+
+def sparkline(values: npt.NDArray[np.float32]) -> str:
+    """Draw values as bars of eight heights, at most `_WIDTH` of them (means), on a log scale.
+
+    The scale leaves out the extremes: the first token's norm is often 100 times the others'.
+    """
+    parts = np.array_split(values, min(_WIDTH, len(values)))
+    logs = np.log(np.maximum([part.mean() for part in parts], np.finfo(np.float32).tiny))
+    low, high = np.quantile(logs, (0.03, 0.97), method="nearest")
+    heights = np.clip((logs - low) / max(high - low, 1e-6), 0, 1)  # under 1e-6 all are equal
+    return "".join(_LEVELS[min(int(h * len(_LEVELS)), len(_LEVELS) - 1)] for h in heights)

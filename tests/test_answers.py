@@ -1,0 +1,35 @@
+"""The answers file: which settings may continue it, and what cannot be written is said."""
+
+import pytest
+
+from hscache.answers import check_settings, open_output
+from hscache.errors import CacheMismatchError, ConfigError
+
+
+def test_an_output_without_rows_may_be_filled_with_other_settings(tmp_path):
+    path = tmp_path / "a.jsonl"
+    with open_output(path, {"target": "broken"}):
+        pass
+    with open_output(path, {"target": "mended"}) as output:
+        output.write(b"{}\n")
+    assert check_settings(path, {"target": "mended"})
+    with pytest.raises(CacheMismatchError, match=r'target +"mended" +"broken"'):
+        check_settings(path, {"target": "broken"})
+
+
+def test_rows_of_unknown_origin_are_not_continued(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    with (
+        pytest.raises(CacheMismatchError, match="not known how its rows were made"),
+        open_output(tmp_path / "a.jsonl", {}),
+    ):
+        pass
+
+
+def test_an_output_in_a_place_that_cannot_be_written_is_a_config_error(tmp_path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ConfigError, match=r"cannot write to .*(Not a directory|File exists)"),
+        open_output(tmp_path / "file" / "a.jsonl", {}),
+    ):
+        pass

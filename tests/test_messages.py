@@ -1,0 +1,230 @@
+"""What a user reads after a mistake: the thing, the place, what was expected, what to do.
+
+Commands run in this process in a folder of broken things, on a tiny target, cache and run.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import conversation, write_jsonl
+
+from hscache.cli import main as hscache
+from trainer.cli import main as trainer
+
+SCREEN = 24
+"""Lines a message may have."""
+
+PRODUCE = (
+    "produce --shard-dir out/new --target.path tiny --target.target-layer-ids 0,1,3 "
+    "--target.device cpu --data.train train.jsonl --data.max-tokens 128 --token-budget 256"
+)
+REGENERATE = (
+    "regenerate --target tiny --prompts prompts.jsonl --output out/a.jsonl --device cpu "
+    "--max-new-tokens 4"
+)
+FIT = (
+    "fit --shards cache --run-dir out/run --drafter.num-hidden-layers 1 "
+    "--drafter.intermediate-size 64 --drafter.num-attention-heads 2 "
+    "--drafter.num-key-value-heads 1 --drafter.head-dim 32 --drafter.block-size 4 "
+    "--drafter.mask-token-id 1 --loss.gamma 4 --passes 1 --row-tokens 128 --anchors-per-row 8 "
+    "--device cpu"
+)
+EVAL = "eval --checkpoint run --shards cache --device cpu"
+
+
+@pytest.fixture(autouse=True)
+def _no_log_handler_is_left():
+    """The command line logs to the stderr of its time, which a test's end closes."""
+    yield
+    root = logging.getLogger()
+    for handler in [h for h in root.handlers if type(h).__module__ == "hscache.progress"]:
+        root.removeHandler(handler)
+
+
+def spoil_targets(world: Path, llama_dir: Path) -> None:
+    def without(folder: str, *names: str) -> None:
+        shutil.copytree(llama_dir, world / folder)
+        for name in names:
+            (world / folder / name).unlink()
+
+    without("tiny")
+    without("no-config", "config.json")
+    without("no-weights", "model.safetensors")
+    without("no-tokenizer", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    without("no-template", "chat_template.jinja")
+    without("cut-weights")
+    weights = world / "cut-weights" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    for folder, changes in (
+        ("wider", {"intermediate_size": 100}),
+        ("unknown", {"model_type": "frobnicate"}),
+        ("sliding", {"sliding_window": 16}),
+    ):
+        without(folder)
+        config = world / folder / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, llama_dir):
+    """A folder with a tiny target, cache and run that work, and much that does not."""
+    world = tmp_path_factory.mktemp("world")
+    spoil_targets(world, llama_dir)
+    rows = [conversation(f"what is {i}?", f"it is the number {i}, I think.") for i in range(12)]
+    write_jsonl(world / "train.jsonl", rows)
+    write_jsonl(world / "prompts.jsonl", [{"messages": rows[0]["messages"][:1]}])
+    parts = [{"type": "text", "text": "hi"}]
+    write_jsonl(world / "parts.jsonl", [{"messages": [{"role": "user", "content": parts}]}])
+    write_jsonl(world / "sharegpt.jsonl", [{"conversations": [{"from": "human"}]}])
+    write_jsonl(world / "answer.jsonl", [{"messages": rows[0]["messages"][1:]}])
+    (world / "cut.jsonl").write_text(f'{json.dumps(rows[0])}\n{{"messages": [\n')
+    (world / "empty.jsonl").touch()
+    (world / "afile").write_text("x")
+    (world / "folder").mkdir()
+    (world / "open.yaml").write_text("target: [1, 2\n")
+    (world / "typo.yaml").write_text("target:\n  pth: tiny\n")
+    (world / "flat.yaml").write_text("target: tiny\n")
+    (world / "list.yaml").write_text("- a\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(world)
+        held_out = "--data.held-out-fraction 0.4 --store.shard-tokens 200 --shard-dir cache"
+        assert hscache(f"{PRODUCE} {held_out}".split()) == 0
+        assert trainer(f"{FIT} --run-dir run".split()) == 0
+    return world
+
+
+def id_of(case) -> str:
+    line = case[1]
+    for whole, name in ((PRODUCE, "produce"), (REGENERATE, "regenerate"), (FIT, "fit")):
+        line = line.replace(whole, name)
+    return line.replace(EVAL, "eval")
+
+
+CASES = [
+    # the command line and config files
+    (hscache, "frobnicate", 2, ["unknown command `frobnicate`", "produce, inspect"]),
+    (hscache, "produce", 2, ["`shard_dir`, `target.path`, `data.train`", "--shard-dir"]),
+    (hscache, f"{PRODUCE} --shard-dri x", 2, ["`--shard-dri`", "did you mean `--shard-dir`?"]),
+    (hscache, f"{PRODUCE} --config none.yaml", 2, ["config file none.yaml: No such file"]),
+    (hscache, f"{PRODUCE} --config folder", 2, ["config file folder: Is a directory"]),
+    (hscache, f"{PRODUCE} --config open.yaml", 2, ["open.yaml, line 2 is not valid YAML"]),
+    (hscache, f"{PRODUCE} --config list.yaml", 2, ["list.yaml must hold `setting: value`"]),
+    (hscache, f"{PRODUCE} --config flat.yaml", 2, ["flat.yaml, line 1", "`target.path`"]),
+    (hscache, f"{PRODUCE} --config typo.yaml", 2, ["`target.pth`", "line 2", "`target.path`"]),
+    # wrong types and numbers
+    (hscache, f"{PRODUCE} --target.target-layer-ids a", 2, ["found `a`", "a whole number"]),
+    (hscache, f"{PRODUCE} --store.shard-tokens 1e-3", 2, ["found `1e-3`", "a whole number"]),
+    (hscache, f"{PRODUCE} --target.device gpu", 2, ["found `gpu`", "auto, cpu, cuda"]),
+    (hscache, f"{PRODUCE} --data.max-tokens -5", 2, ["data.max_tokens is -5", "at least 2"]),
+    (hscache, f"{PRODUCE} --data.max-documents 0", 2, ["max_documents is 0", "at least 1"]),
+    (hscache, f"{PRODUCE} --store.seed -1", 2, ["store.seed is -1", "at least 0"]),
+    (hscache, f"{PRODUCE} --token-budget 12", 2, ["token_budget is 12", "Raise the first"]),
+    (hscache, f"{PRODUCE} --target.target-layer-ids -1", 2, ["[-1]", "from 0 to 3", "5 blocks"]),
+    (hscache, f"{PRODUCE} --target.target-layer-ids 30", 2, ["[30]", "from 0 to 3"]),
+    (hscache, f"{PRODUCE} --target.target-layer-ids 1,1", 2, ["[1, 1]", "increasing"]),
+    # targets
+    (hscache, f"{PRODUCE} --target.path /none", 2, ["'/none'", "there is no such folder"]),
+    (hscache, f"{PRODUCE} --target.path afile", 2, ["'afile'", "it is a file"]),
+    (hscache, f"{PRODUCE} --target.path folder", 2, ["'folder'", "has no config.json"]),
+    (hscache, f"{PRODUCE} --target.path no-tokenizer", 2, ["has no tokenizer.json"]),
+    (hscache, f"{PRODUCE} --target.path no-template", 2, ["no chat template", "instruction"]),
+    (hscache, f"{PRODUCE} --target.path no-weights", 2, ["has no *.safetensors"]),
+    (hscache, f"{PRODUCE} --target.path cut-weights", 2, ["'cut-weights'", "file not fully"]),
+    (hscache, f"{PRODUCE} --target.path wider", 2, ["[64, 96], expected [64, 100]"]),
+    (hscache, f"{PRODUCE} --target.path unknown", 2, ["`frobnicate`"]),
+    (hscache, f"{REGENERATE} --target no-weights", 2, ["has no *.safetensors"]),
+    (hscache, f"{REGENERATE} --target no-template --dry-run", 2, ["no chat template"]),
+    (hscache, f"{REGENERATE} --target no-config --dry-run", 2, ["has no config.json"]),
+    (hscache, f"{REGENERATE} --max-new-tokens 999", 2, ["999", "context is 512"]),
+    # rows
+    *[
+        (hscache, f"{command} {flag} {name} --dry-run", 1, [name, *words])
+        for command, flag in ((PRODUCE, "--data.train"), (REGENERATE, "--prompts"))
+        for name, words in (
+            ("none.jsonl", ["does not exist", "expected a JSONL file"]),
+            ("folder", ["is a folder", "expected a JSONL file"]),
+            ("empty.jsonl", ["has no rows", "`messages`"]),
+            ("cut.jsonl", ["line 2 is not JSON", "column", "mend or delete"]),
+            ("parts.jsonl", ["line 1", "not text", "'type': 'text'", "delete the row"]),
+            ("sharegpt.jsonl", ["line 1", "['conversations']", "`messages`"]),
+            ("answer.jsonl", ["line 1", "elete the row"]),
+            ("tiny/model.safetensors", ["cannot be read as UTF-8 JSONL"]),
+        )
+    ],
+    (hscache, f"{PRODUCE} --data.train prompts.jsonl", 1, ["no document", "supervised", "need"]),
+    # where to write
+    (hscache, f"{PRODUCE} --shard-dir afile", 1, ["afile", "Not a directory", "--shard-dir"]),
+    (hscache, f"{PRODUCE} --shard-dir cache", 1, ["content.shard_tokens", "200", "262144"]),
+    (hscache, f"{REGENERATE} --output folder", 2, ["folder: Is a directory", "Give a file"]),
+    (hscache, f"{REGENERATE} --output afile", 1, ["afile.settings.json", "another output"]),
+    (trainer, f"{FIT} --run-dir afile", 1, ["afile: File exists"]),
+    (trainer, f"{FIT} --run-dir run", 1, ["checkpoint-", "--resume", "another --run-dir"]),
+    (trainer, f"{FIT} --resume", 2, ["out/run has no checkpoint"]),
+    (trainer, f"{EVAL} --json afile/x.json", 1, ["afile: File exists"]),
+    # caches, drafters, checkpoints
+    (hscache, "inspect none", 2, ["none/zarr.json does not exist", "--shard-dir"]),
+    (hscache, "inspect afile", 2, ["afile is no hidden-state cache"]),
+    (hscache, "inspect run", 2, ["run is no hidden-state cache"]),
+    (hscache, "inspect cache --doc 99", 2, ["--doc 99", "0 to 11"]),
+    (trainer, f"{FIT} --shards folder", 2, ["folder is no hidden-state cache"]),
+    (trainer, f"{FIT} --row-tokens 8", 2, ["row_tokens is 8", "longest document"]),
+    (trainer, f"{FIT} --drafter.mask-token-id 2", 2, ["mask_token_id 2", "eos_token_id"]),
+    (trainer, f"{FIT} --drafter.mask-token-id 999", 2, ["found 999", "0 to 258"]),
+    (trainer, f"{FIT} --drafter.target-layer-ids 0,2", 1, ["(0, 2)", "(0, 1, 3)"]),
+    (trainer, f"{FIT} --drafter.head-dim 33", 2, ["head_dim: found 33", "even"]),
+    (trainer, f"{FIT} --optim.lr -1", 2, ["lr: found -1", "more than 0"]),
+    (trainer, f"{FIT} --passes -1", 2, ["passes: found -1", "at least 1"]),
+    (trainer, f"{EVAL} --checkpoint folder", 2, ["folder is neither a checkpoint", "run folder"]),
+    (trainer, f"{EVAL} --checkpoint tiny", 2, ["tiny/config.json", "DFlash config"]),
+    (trainer, f"{EVAL} --prompts parts.jsonl --dry-run", 1, ["parts.jsonl, line 1", "not text"]),
+    (trainer, f"{EVAL} --prompts prompts.jsonl --target wider", 2, ["wider"]),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=id_of)
+def test_a_mistake_is_explained(case, world, monkeypatch, capsys):
+    main, line, code, words = case
+    monkeypatch.chdir(world)
+    assert main(line.split()) == code
+    error = capsys.readouterr().err
+    for word in words:
+        assert word in error
+    assert "Traceback" not in error
+    assert "--debug" not in error  # the message for what we did not foresee
+    assert len(error.splitlines()) <= SCREEN
+
+
+def test_a_tracker_that_is_not_installed_is_named(world, monkeypatch, capsys):
+    monkeypatch.chdir(world)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert trainer(f"{FIT} --log-with mlflow".split()) == 2
+    assert "mlflow is not installed" in capsys.readouterr().err
+
+
+def test_loading_a_target_leaves_stderr_to_our_log_lines(world):
+    """Neither transformers' bars nor its report on the blocks that are cut off."""
+    cut = f"{PRODUCE} --target.target-layer-ids 0,1 --shard-dir other"
+    code = (
+        "import sys; from hscache.cli import main\n"
+        f"sys.exit(main({cut.split()!r}) or main({REGENERATE.split()!r}))"
+    )
+    root = str(Path(__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=world,
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    foreign = [x for x in done.stderr.splitlines() if not re.match(r"\d\d:\d\d:\d\d ", x)]
+    assert foreign == []
+    assert "regenerate: done" in done.stderr

@@ -1,0 +1,191 @@
+"""An optimizer step sums over its rows and divides once, however the rows are cut."""
+
+import numpy as np
+import pytest
+import torch
+from trainer_cache import (
+    HIDDEN,
+    LAYER_IDS,
+    documents,
+    fit_config,
+    make_cache,
+    random_bits,
+)
+
+from trainer.batches import to_batch
+from trainer.config import OptimConfig
+from trainer.rows import RowDocument, build_row, decayed_weights
+from trainer.run_plan import plan_run
+from trainer.schedule import Position
+from trainer.training import Training, row_loss, start_training, training_state
+
+LENGTHS = (9, 30, 17, 24)  # unequal weights, so that a mean of means differs
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = make_cache(tmp_path_factory.mktemp("training") / "cache", documents(LENGTHS))
+    return plan_run(fit_config(folder, folder / "run", optim={"clip": 1e9}))
+
+
+@pytest.fixture
+def training(run) -> Training:
+    return start_training(run, torch.device("cpu"))
+
+
+def batch_of(run, rows, *, supervised=True, row_tokens=96, position=1):
+    """One row with the given documents, every fourth position an anchor."""
+    plan = run.cache.plan
+    parts, anchors, states = [], [], []
+    for row in rows:
+        mask = plan.loss_mask(row).astype(bool)
+        parts.append(
+            RowDocument(
+                document_id=row, input_ids_T=plan.input_ids(row), loss_mask_T=mask & supervised
+            )
+        )
+        anchors.append(np.arange(3, len(mask) - 1, 4))
+        states.append(random_bits(len(mask), row))
+    built = build_row(
+        parts, anchors, row_tokens=row_tokens, anchors_per_row=40, block_size=4,
+        slot_weights=[decayed_weights(4, 4.0)] * len(parts),
+    )  # fmt: skip
+    bits = np.zeros((row_tokens, len(LAYER_IDS), HIDDEN), np.uint16)
+    bits[: built.num_tokens] = np.concatenate(states)
+    return to_batch(built, bits, Position(rows=position), torch.device("cpu"), torch.float32)
+
+
+def gradients(training, group, monkeypatch):
+    monkeypatch.setattr(Training, "_step_optimizers", lambda self: None)
+    training.drafter.zero_grad()
+    training.update(group)
+    return {name: p.grad.clone() for name, p in training.drafter.named_parameters()}
+
+
+def reference(training, batches):
+    """All losses in one graph, one division, one backward."""
+    training.drafter.zero_grad()
+    total = sum(row_loss(training.drafter, training.frozen, b, 512)[0] for b in batches)
+    (total / sum(float(b.weights_M.double().sum()) for b in batches)).backward()
+    return {name: p.grad.clone() for name, p in training.drafter.named_parameters()}
+
+
+def assert_close(found, expected):
+    for name, gradient in expected.items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-6 * max(1.0, scale))
+        assert scale > 0
+
+
+def test_four_rows_give_the_gradient_of_one_loss_over_all(run, training, monkeypatch):
+    group = [batch_of(run, [row]) for row in range(4)]
+    expected = reference(training, group)
+    assert_close(gradients(training, group, monkeypatch), expected)
+
+
+def test_four_rows_equal_one_row_that_holds_the_same_documents(run, training, monkeypatch):
+    expected = gradients(training, [batch_of(run, range(4))], monkeypatch)
+    for cut in ([[0], [1], [2], [3]], [[0, 1], [2, 3]], [[3, 0, 2], [1]]):
+        found = gradients(training, [batch_of(run, rows) for rows in cut], monkeypatch)
+        assert_close(found, expected)
+
+
+def test_trailing_group_is_divided_by_its_own_weight(run, training, monkeypatch):
+    group = [batch_of(run, [1])]
+    assert_close(gradients(training, group, monkeypatch), reference(training, group))
+
+
+def test_row_without_supervision_changes_nothing_but_the_counts(run, training, monkeypatch):
+    one, empty = batch_of(run, [1]), batch_of(run, [2], supervised=False)
+    assert empty.weight_sum == 0
+    assert len(empty.labels_M) == 0
+    expected = gradients(training, [one], monkeypatch)
+    found = gradients(training, [empty, one], monkeypatch)
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient)
+    assert training.empty_windows == 0
+    assert training.tokens == 2 * one.num_tokens + empty.num_tokens
+
+
+def test_step_without_supervision_is_counted_and_updates_nothing(run, training):
+    before = {k: v.clone() for k, v in training.drafter.state_dict().items()}
+    empty = batch_of(run, [2], supervised=False, position=7)
+    training.update([empty, empty])
+    assert training.empty_windows == 1
+    assert (training.step, training.position.rows) == (1, 7)
+    for name, value in training.drafter.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert not training.optimizers[0].state
+    values = training.window.values(wait_s=0.0)
+    assert values["train/loss"] is None
+    assert values["train/accuracy"] is None
+    assert values["train/grad_norm_max"] is None
+
+
+def test_padding_of_the_row_changes_neither_loss_nor_gradient(run, training, monkeypatch):
+    expected = gradients(training, [batch_of(run, [1, 2])], monkeypatch)
+    found = gradients(training, [batch_of(run, [1, 2], row_tokens=196)], monkeypatch)
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient)
+
+
+def loss_by_block(training, batch):
+    """Loss of every block on its own, exactly as the batch's labels and weights say."""
+    losses = {}
+    for block in sorted({slot // 4 for slot in batch.scored_slots_M.tolist()}):
+        keep = (batch.scored_slots_M // 4) == block
+        only = dict(vars(batch))
+        only["labels_M"] = batch.labels_M[keep]
+        only["weights_M"] = batch.weights_M[keep]
+        only["scored_slots_M"] = batch.scored_slots_M[keep]
+        with torch.no_grad():
+            losses[block] = row_loss(training.drafter, training.frozen, type(batch)(**only), 512)[0]
+    return losses
+
+
+def test_state_at_the_anchor_changes_nothing_and_the_one_before_does(run, training):
+    """The whole path: row, masks, context, loss. Later blocks of the document do see the state."""
+    batch = batch_of(run, [1, 3])
+    expected = loss_by_block(training, batch)
+    for block in expected:
+        start, anchor = int(batch.context_start_N[block]), int(batch.context_end_N[block])
+        for position, changes in ((anchor, False), (anchor - 1, True)):
+            features = batch.features_SF.clone()
+            features[position] += 1.0
+            found = loss_by_block(training, type(batch)(**{**vars(batch), "features_SF": features}))
+            assert torch.equal(found[block], expected[block]) is not changes
+            for other in expected:
+                other_start, other_end = batch.context_start_N[other], batch.context_end_N[other]
+                if not other_start <= position < other_end:
+                    assert torch.equal(found[other], expected[other])
+        assert anchor - start >= 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_and_masters_are_fp32(run, training, monkeypatch, dtype):
+    training.frozen = training.frozen.to(torch.device("cpu"), getattr(torch, dtype))
+    batch = batch_of(run, [1])
+    batch = type(batch)(
+        **{**vars(batch), "features_SF": batch.features_SF.to(getattr(torch, dtype))}
+    )
+    found = gradients(training, [batch, batch], monkeypatch)
+    assert {g.dtype for g in found.values()} == {torch.float32}
+
+
+def test_rate_follows_the_tokens(run, training):
+    training.optim = OptimConfig(lr=1.0, warmup_fraction=0.5)
+    training.total_tokens = 1000
+    rates = []
+    for training.tokens in (250, 500, 750, 1000, 1200):
+        rates.append(training.rate)
+    assert rates == pytest.approx([0.5, 1.0, 0.5, 0.0, 0.0], abs=1e-12)
+
+
+def test_state_holds_what_decides_the_result_and_nothing_else(run, training):
+    state = training_state(run, training)
+    assert set(state.settings) == {
+        "optim", "row_tokens", "anchors_per_row", "global_batch_rows", "seed", "dtype", "gamma",
+        "sample_slots", "drafter",
+    }  # fmt: skip
+    assert state.schedule["shards"] == list(run.schedule.shards)
+    assert state.cache["states"]["hidden_size"] == HIDDEN

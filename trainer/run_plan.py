@@ -1,0 +1,158 @@
+"""Everything of a run that is decided before its first step: shards, schedule, shapes, arithmetic.
+
+Takes a `FitConfig`, opens the cache and checks all that can be checked without training; hands on a
+`RunPlan`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from hscache.errors import CacheIncompleteError, ConfigError
+from hscache.reader import Cache, open_cache
+from hscache.report import format_table
+from trainer.anchors import coverage
+from trainer.batches import RowSettings
+from trainer.config import DrafterConfig, FitConfig, num_parameters
+from trainer.frozen import drafter_config
+from trainer.schedule import AnchorRule, Schedule, anchor_rule, expected_tokens
+
+log = logging.getLogger(__name__)
+
+_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
+_COVERAGE_SAMPLE = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What a run reads, in which order, and into which shapes."""
+
+    config: FitConfig
+    cache: Cache
+    drafter: DrafterConfig
+    schedule: Schedule
+    rule: AnchorRule
+    row: RowSettings
+    total_tokens: int
+    """context tokens over all passes, on average over the anchors' draws"""
+    coverage: float
+    """expected scorings of a supervised token in a pass"""
+
+
+def plan_run(config: FitConfig, *, recorded_shards: Collection[int] | None = None) -> RunPlan:
+    """Open the cache, check everything that can be checked, and fix the schedule.
+
+    `recorded_shards` are those of a checkpoint to be resumed: with `allow_partial` the run stays
+    with them, whatever has been published since. Raises CacheIncompleteError for an unfinished
+    cache without `allow_partial`, DataError when nothing is supervised, ConfigError and
+    CacheMismatchError for settings that cannot work.
+    """
+    cache = open_cache(config.shards)
+    drafter = drafter_config(config.drafter, cache)
+    gamma = config.loss.gamma or _GAMMA.get(drafter.block_size)
+    if gamma is None:
+        raise ConfigError(
+            f"loss.gamma has no default for block_size {drafter.block_size}; published values are "
+            "7 for 16, 5 for 10 and 4 for 8."
+        )
+    documents = _training_documents(cache, config.allow_partial, recorded_shards)
+    shards = tuple(documents)
+    rows = [row for shard in shards for row in documents[shard]]
+    plan = cache.plan
+    longest = int(plan.lengths[rows].max())
+    if longest > config.row_tokens:
+        raise ConfigError(
+            f"row_tokens is {config.row_tokens} and the longest document of {cache.path} has "
+            f"{longest} tokens. Set row_tokens to at least that."
+        )
+    rule = anchor_rule(
+        plan,
+        rows,
+        row_tokens=config.row_tokens,
+        anchors_per_row=config.anchors_per_row,
+        seed=config.seed,
+    )
+    sample = rows[:: max(1, len(rows) // _COVERAGE_SAMPLE)]
+    return RunPlan(
+        config=config,
+        cache=cache,
+        drafter=drafter,
+        schedule=Schedule(shards=shards, passes=config.passes, stride=len(shards)),
+        rule=rule,
+        row=RowSettings(
+            row_tokens=config.row_tokens,
+            anchors_per_row=config.anchors_per_row,
+            block_size=drafter.block_size,
+            gamma=gamma,
+            sample_slots=config.loss.sample_slots,
+        ),
+        total_tokens=round(expected_tokens(plan, rows, rule) * config.passes),
+        coverage=coverage(
+            (plan.loss_mask(row) != 0 for row in sample),
+            rate=rule.rate,
+            limit=rule.limit,
+            block_size=drafter.block_size,
+        ),
+    )
+
+
+def _training_documents(
+    cache: Cache, allow_partial: bool, recorded_shards: Collection[int] | None
+) -> dict[int, list[int]]:
+    # The plan rows with states of each training shard that has any; shards ascend.
+    wanted = cache.plan.training_shards
+    published = set(cache.published_shards())
+    manifests = {shard: cache.shard_manifest(shard) for shard in wanted if shard in published}
+    present = {shard: m for shard, m in manifests.items() if m.state != "freed"}
+    missing = [shard for shard in wanted if shard not in present]
+    num_freed = len(manifests) - len(present)
+    counts = f"{len(present)} of {len(wanted)} training shards are there"
+    if num_freed:
+        counts += f", {num_freed} were freed"
+    if missing and not allow_partial:
+        raise CacheIncompleteError(
+            f"{cache.path} is unfinished: {counts}. Finish it with `hscache produce`, or train on "
+            "what is there with --allow-partial."
+        )
+    if allow_partial and recorded_shards is not None:
+        present = {shard: m for shard, m in present.items() if shard in recorded_shards}
+    usable = {shard: m for shard, m in present.items() if m.num_documents > 0}
+    if not usable:
+        raise CacheIncompleteError(
+            f"{cache.path} has nothing to train on: {counts}, none with a document in it. Let "
+            "`hscache produce` finish at least one."
+        )
+    if missing:
+        log.warning(
+            "training on %d of %d shards (%.0f %%), as allow_partial asks; the checkpoint records "
+            "which",
+            len(usable), len(wanted), 100 * len(usable) / len(wanted),
+        )  # fmt: skip
+    quarantined = {shard: {q.document for q in m.quarantined} for shard, m in usable.items()}
+    return {
+        shard: [row for row in cache.plan.shard_documents(shard) if row not in quarantined[shard]]
+        for shard in usable
+    }
+
+
+def describe(run: RunPlan) -> str:
+    """Return the batch arithmetic as a table."""
+    config, drafter = run.config, run.drafter
+    layers = list(drafter.target_layer_ids)
+    steps = -(-run.total_tokens // (config.row_tokens * config.global_batch_rows))
+    return format_table(
+        ["fit", str(config.shards)],
+        [
+            ["drafter", f"{num_parameters(drafter):,} parameters, block {drafter.block_size}"],
+            ["features", f"layers {layers} x {drafter.hidden_size}"],
+            ["shards", f"{len(run.schedule.shards)} x {config.passes} passes"],
+            ["tokens", f"{run.total_tokens:,} over all passes"],
+            ["row", f"{config.row_tokens:,} tokens, {config.anchors_per_row} anchors"],
+            ["step", f"{config.global_batch_rows} rows accumulated"],
+            ["steps", f"at least {steps:,}"],
+            ["coverage", f"{run.coverage:.2f} scorings per supervised token and pass"],
+            ["learning rate", f"{config.optim.lr:g}, gamma {run.row.gamma:g}, {config.dtype}"],
+        ],
+    )

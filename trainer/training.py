@@ -1,0 +1,209 @@
+"""A run in progress: drafter, optimizers and counters, moved together one optimizer step at a time.
+
+Takes a `RunPlan` and groups of rows; hands checkpoints their state. A step sums the loss over the
+rows of its group and divides once by the group's weight, however the rows are cut.
+
+Axes: N blocks, B block slots, M scored slots, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hscache.settings import to_dict
+from trainer.batches import Batch
+from trainer.checkpoint import TrainerState, require_same_run, restore, save_checkpoint
+from trainer.config import OptimConfig
+from trainer.drafter import Drafter, embed_blocks
+from trainer.frozen import FrozenTarget, initial_norm, load_frozen, target_config
+from trainer.loss import frozen_head_cross_entropy
+from trainer.metrics import StepFigures, Window
+from trainer.optim import clip_gradients, learning_rate, make_optimizers
+from trainer.run_plan import RunPlan
+from trainer.schedule import Position
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_SETTINGS = ("optim", "row_tokens", "anchors_per_row", "global_batch_rows", "seed", "dtype")
+"""Settings that decide the result; others may change on resume."""
+
+
+@dataclass(kw_only=True)
+class Training:
+    """Everything that an optimizer step changes."""
+
+    drafter: Drafter
+    frozen: FrozenTarget
+    optim: OptimConfig
+    total_tokens: int
+    """tokens after which the learning rate has come down"""
+    chunk_size: int
+    """slots whose logits are in memory at once"""
+    optimizers: list[torch.optim.Optimizer] = field(init=False)
+    step: int = 0
+    position: Position = field(default_factory=Position)
+    tokens: int = 0
+    """context tokens consumed"""
+    anchors: int = 0
+    empty_windows: int = 0
+    """steps in which nothing was supervised, and nothing was updated"""
+    window: Window = field(default_factory=Window)
+
+    def __post_init__(self) -> None:
+        self.optimizers = make_optimizers(self.drafter.parameters(), self.optim)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the step that consumed the last token."""
+        return learning_rate(
+            max(0, self.tokens - 1),
+            total_steps=self.total_tokens,
+            peak=self.optim.lr,
+            warmup_fraction=self.optim.warmup_fraction,
+            final_fraction=self.optim.final_fraction,
+        )
+
+    def update(self, group: list[Batch]) -> None:
+        """Accumulate the gradients of a group of rows in fp32 and step once."""
+        weight_sum = sum(batch.weight_sum for batch in group)
+        losses, corrects = [], []
+        for batch in group:
+            if batch.weight_sum == 0:
+                continue
+            loss_sum, correct = row_loss(self.drafter, self.frozen, batch, self.chunk_size)
+            (loss_sum / weight_sum).backward()
+            losses.append(loss_sum.detach())
+            corrects.append(correct)
+        self.step += 1
+        self.position = group[-1].position
+        num_tokens = sum(batch.num_tokens for batch in group)
+        num_anchors = sum(batch.num_anchors for batch in group)
+        self.tokens += num_tokens
+        self.anchors += num_anchors
+        sums = None
+        if losses:
+            norm = clip_gradients(self.drafter.parameters(), self.optim.clip)
+            self._step_optimizers()
+            sums = torch.stack(
+                [torch.stack(losses).double().sum(), torch.stack(corrects).sum(), norm.double()]
+            )
+        else:
+            self.empty_windows += 1
+        self.window.add(
+            self.step,
+            tokens=num_tokens,
+            anchors=num_anchors,
+            weight_sum=weight_sum,
+            num_scored=sum(len(batch.labels_M) for batch in group),
+            sums=sums,
+        )
+
+    def _step_optimizers(self) -> None:
+        rate = self.rate
+        for optimizer in self.optimizers:
+            for parameters in optimizer.param_groups:
+                parameters["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+
+def start_training(run: RunPlan, device: torch.device) -> Training:
+    """Return a run before its first step; weights follow from the seed alone."""
+    config = run.config
+    torch.manual_seed(config.seed)  # nothing draws from it yet; checkpoints hold its state
+    frozen = load_frozen(run.cache)
+    drafter = Drafter(run.drafter, torch.Generator().manual_seed(config.seed))
+    with torch.no_grad():
+        drafter.norm.weight.copy_(initial_norm(frozen))
+    return Training(
+        drafter=drafter.to(device),
+        frozen=frozen.to(device, DTYPES[config.dtype]),
+        optim=config.optim,
+        total_tokens=run.total_tokens,
+        chunk_size=config.loss.chunk_size,
+    )
+
+
+def resume_training(
+    run: RunPlan, device: torch.device, checkpoint: Path, found: TrainerState
+) -> Training:
+    """Return a run as it was when it wrote a checkpoint.
+
+    Raises CacheMismatchError with a diff when this run reads or computes something else.
+    """
+    training = start_training(run, device)
+    require_same_run(found, training_state(run, training), checkpoint)
+    restore(checkpoint, training.drafter, training.optimizers)
+    training.step = found.step
+    training.position = found.position
+    training.tokens = found.tokens
+    training.anchors = found.anchors
+    training.empty_windows = found.empty_windows
+    training.window = Window(StepFigures(**figures) for figures in found.window)
+    return training
+
+
+def training_state(run: RunPlan, training: Training) -> TrainerState:
+    """Return what a checkpoint stores beside tensors.
+
+    Raises HscacheError when the loss is no longer finite: such a state must not be kept.
+    """
+    settings: dict[str, Any] = {
+        name: value for name, value in to_dict(run.config).items() if name in _SETTINGS
+    }
+    settings["gamma"] = run.row.gamma
+    settings["sample_slots"] = run.row.sample_slots
+    settings["drafter"] = to_dict(run.drafter)
+    return TrainerState(
+        step=training.step,
+        position=training.position,
+        tokens=training.tokens,
+        anchors=training.anchors,
+        empty_windows=training.empty_windows,
+        window=[asdict(figures) for figures in training.window.read()],
+        total_tokens=run.total_tokens,
+        cache=to_dict(run.cache.identity),
+        schedule={
+            "shards": list(run.schedule.shards),
+            "passes": run.schedule.passes,
+            "stride": run.schedule.stride,
+            "anchor_rate": run.rule.rate,
+        },
+        settings=settings,
+    )
+
+
+def save_training(run: RunPlan, training: Training) -> Path:
+    """Write a checkpoint of the run; raises HscacheError instead when the loss is not finite."""
+    return save_checkpoint(
+        run.config.run_dir,
+        training.drafter,
+        training.optimizers,
+        training_state(run, training),
+        target_config=target_config(run.cache),
+        dtype=DTYPES[run.config.dtype],
+        keep=run.config.keep_checkpoints,
+    )
+
+
+def row_loss(
+    drafter: Drafter, frozen: FrozenTarget, batch: Batch, chunk_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (weighted loss sum, number of right predictions) of one row's scored slots."""
+    config = drafter.config
+    blocks_NBH = embed_blocks(
+        frozen.embedding_VH,
+        batch.anchor_ids_N,
+        mask_token_id=config.mask_token_id,
+        block_size=config.block_size,
+    )
+    context_kv = drafter.context_kv(batch.features_SF, batch.position_ids_S)
+    hidden_NBH = drafter(blocks_NBH, context_kv, batch.context_start_N, batch.context_end_N)
+    hidden_MH = hidden_NBH.view(-1, config.hidden_size)[batch.scored_slots_M]
+    loss_sum, _, predicted_M = frozen_head_cross_entropy(
+        hidden_MH, frozen.head_VH, batch.labels_M, batch.weights_M, chunk_size=chunk_size
+    )
+    return loss_sum, (predicted_M == batch.labels_M).sum()
