@@ -7,44 +7,33 @@ any instant it continues where it was; several processes may work on one cache.
     hscache produce --config configs/demo-produce.yaml --shard-dir /nvme/cache
 """
 
-import hashlib
 import logging
-import os
 import platform
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
-from hscache import files, layout, producers
+from hscache import __version__, files, layout, producers
 from hscache.config import ProduceConfig
 from hscache.content import ContentCheck
-from hscache.documents import Corpus, load_corpus
-from hscache.errors import CacheMismatchError, HscacheError, ShardCorruptError
-from hscache.manifest import (
-    ContentIdentity,
-    EncodingIdentity,
-    Identity,
-    StatesIdentity,
-    encode_group,
-    read_group,
-    require_same_identity,
-)
-from hscache.plan import Plan, corpus_sha256, deal_into_shards, write_plan
+from hscache.documents import load_corpus
+from hscache.errors import HscacheError, ShardCorruptError
+from hscache.plan import Plan, deal_into_shards
 from hscache.planes import ARRAYS
+from hscache.prepare import make_cache_folder, prepare
+from hscache.pretrained import check_layer_ids, library_versions, load_config, load_tokenizer
 from hscache.progress import Progress, configure_logging
-from hscache.reader import Cache, open_cache
+from hscache.reader import Cache
 from hscache.report import format_table
 from hscache.signals import raise_on_stop
+from hscache.target import Target
 from hscache.writer import ShardWriter
-from hscache.zarr_array import canonical_json
-
-if TYPE_CHECKING:
-    from hscache.target import Target
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +57,6 @@ def produce(config: ProduceConfig) -> Cache:
     Raises CacheMismatchError with a diff when the folder holds another cache, DiskFullError,
     DataError on unusable input, HscacheError when too many documents gave unusable states.
     """
-    from hscache.target import Target
-
     make_cache_folder(config.shard_dir)
     with producers.Producer(config.shard_dir) as producer:
         removed = producers.clean_leftovers(config.shard_dir)
@@ -84,77 +71,6 @@ def produce(config: ProduceConfig) -> Cache:
     return cache
 
 
-def make_cache_folder(cache_dir: Path) -> None:
-    """Make the cache folder, and say now rather than in an hour that it cannot be written."""
-    try:
-        with files.disk_full_named(cache_dir):
-            layout.shards_dir(cache_dir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        if isinstance(error, HscacheError):
-            raise
-        raise HscacheError(
-            f"cannot write to {cache_dir}: {error.strerror}. Give another --shard-dir."
-        ) from error
-    if not os.access(layout.shards_dir(cache_dir), os.W_OK):
-        raise HscacheError(f"cannot write to {cache_dir}: it is read-only, or belongs to another.")
-
-
-def prepare(config: ProduceConfig, target: "Target") -> Cache:
-    """Write plan, frozen weights and identity, or check them against an existing cache."""
-    cache_dir = config.shard_dir
-    corpus = load_corpus(config.data, target.tokenizer, config.store.seed)
-    shards = deal_into_shards(corpus.documents, config.store.shard_tokens, config.store.seed)
-    frozen = target.frozen.to_bytes()
-    identity = _identity(config, target, corpus, shards, frozen)
-    root = layout.root_file(cache_dir)
-    if root.exists():
-        require_same_identity(read_group(root, Identity), identity, cache_dir)
-    elif layout.list_shards(cache_dir):
-        raise HscacheError(
-            f"{cache_dir} has shards but no root zarr.json: it is no cache, or a damaged one. "
-            "Give an empty --shard-dir."
-        )
-    if not layout.plan_dir(cache_dir).exists():
-        write_plan(cache_dir, corpus.documents, shards, dict(corpus.report))
-    if not layout.frozen_dir(cache_dir).exists():
-        _write_frozen(cache_dir, frozen, target)
-    _require_same_start(cache_dir, shards, identity)
-    # Last, so that a root promises a plan and frozen weights.
-    files.create_once(root, encode_group(identity))
-    cache = open_cache(cache_dir)
-    require_same_identity(cache.identity, identity, cache_dir)
-    print(format_table(["rows", "count"], [[k, f"{v:,}"] for k, v in corpus.report.items()]))
-    return cache
-
-
-def _write_frozen(cache_dir: Path, frozen: bytes, target: "Target") -> None:
-    with files.temporary_folder(cache_dir) as folder:
-        files.write_durable(folder / layout.frozen_weights(cache_dir).name, frozen)
-        config = canonical_json(target.full_config)
-        files.write_durable(folder / layout.target_config_file(cache_dir).name, config)
-        with files.disk_full_named(layout.frozen_dir(cache_dir)):
-            target.tokenizer.save_pretrained(folder / "tokenizer")
-            files.fsync_files(folder / "tokenizer")
-        files.publish_folder(folder, layout.frozen_dir(cache_dir))
-
-
-def _require_same_start(cache_dir: Path, shards: list[list[int]], identity: Identity) -> None:
-    """Check plan/ and frozen/, which may be left of a start with other settings, cut short."""
-    plan = Plan(cache_dir)
-    sizes = np.bincount(plan.shards, minlength=plan.num_shards).tolist()
-    weights = layout.frozen_weights(cache_dir).read_bytes()
-    for name, same in (
-        ("plan", plan.manifest.corpus_sha256 == identity.content.corpus_sha256),
-        ("plan", sizes == [len(shard) for shard in shards]),
-        ("frozen", hashlib.sha256(weights).hexdigest() == identity.states.frozen_sha256),
-    ):
-        if not same:
-            raise CacheMismatchError(
-                f"{cache_dir / name} is not what these settings give: it is left of a start with "
-                f"others, or damaged. Delete {cache_dir / name} and run the same command again."
-            )
-
-
 def _require_whole_shards(cache_dir: Path) -> None:
     """Refuse debris under a shard's name: a name alone must never count as finished work."""
     for shard in layout.list_shards(cache_dir):
@@ -164,48 +80,6 @@ def _require_whole_shards(cache_dir: Path) -> None:
                 f"{folder} is no shard: it has no zarr.json, and a shard appears with all its "
                 "files at once. Delete it and run the same command again."
             )
-
-
-def _identity(
-    config: ProduceConfig,
-    target: "Target",
-    corpus: Corpus,
-    shards: list[list[int]],
-    frozen: bytes,
-) -> Identity:
-    from hscache import target as target_module
-
-    documents = corpus.documents
-    ordered = [documents[i] for shard in shards for i in shard]
-    return Identity(
-        states=StatesIdentity(
-            target=config.target.path,
-            revision=target.revision,
-            config_sha256=target_module.config_sha256(target.full_config),
-            weights_sha256=target_module.weights_sha256(config.target.path),
-            tokenizer_sha256=target_module.tokenizer_sha256(target.tokenizer),
-            template_sha256=target_module.template_sha256(target.tokenizer),
-            frozen_sha256=hashlib.sha256(frozen).hexdigest(),
-            target_layer_ids=target.layer_ids,
-            num_target_layers=target.num_target_layers,
-            hidden_size=int(target.config.hidden_size),
-            vocab_size=int(target.config.vocab_size),
-            dtype=config.target.dtype,
-            trust_remote_code=config.target.trust_remote_code,
-        ),
-        content=ContentIdentity(
-            corpus_sha256=corpus_sha256(ordered),
-            seed=config.store.seed,
-            max_tokens=config.data.max_tokens,
-            over_long=config.data.over_long,
-            shard_tokens=config.store.shard_tokens,
-            num_documents=len(ordered),
-            num_tokens=sum(len(d.ids_T) for d in ordered),
-            num_held_out_shards=sum(documents[shard[0]].held_out for shard in shards),
-            num_shards=len(shards),
-        ),
-        encoding=EncodingIdentity(codec=config.store.codec),
-    )
 
 
 @dataclass
@@ -229,7 +103,7 @@ def _quarantined(cache: Cache, shards: Iterable[int]) -> Iterator[int]:
 
 
 def _fill(
-    cache: Cache, target: "Target", producer: producers.Producer, config: ProduceConfig
+    cache: Cache, target: Target, producer: producers.Producer, config: ProduceConfig
 ) -> _Made:
     plan = cache.plan
     _require_whole_shards(cache.path)
@@ -254,15 +128,13 @@ def _fill(
 
 def _make_shard(
     cache: Cache,
-    target: "Target",
+    target: Target,
     shard: int,
     config: ProduceConfig,
     pool: ThreadPoolExecutor,
     progress: Progress,
     made: _Made,
 ) -> None:
-    import torch
-
     plan, started = cache.plan, time.monotonic()
     packs = cut_packs(plan, shard, config.token_budget)
     check = ContentCheck()
@@ -324,13 +196,8 @@ def _count_quarantined(
 
 
 def _provenance(
-    target: "Target", config: ProduceConfig, packs: list[list[int]], seconds: float
+    target: Target, config: ProduceConfig, packs: list[list[int]], seconds: float
 ) -> dict[str, Any]:
-    import torch
-
-    from hscache import __version__
-    from hscache.target import library_versions
-
     device = str(target.device)
     name = torch.cuda.get_device_name(target.device) if device != "cpu" else platform.processor()
     return {
@@ -365,8 +232,6 @@ def _summary(cache: Cache, made: _Made, seconds: float) -> str:
 
 def describe_plan(config: ProduceConfig) -> str:
     """Return what a run would take and write, without loading the target's weights."""
-    from hscache.target import check_layer_ids, load_config, load_tokenizer
-
     model, _ = load_config(config.target)
     layer_ids = check_layer_ids(config.target, int(model.num_hidden_layers))
     corpus = load_corpus(config.data, load_tokenizer(config.target), config.store.seed)

@@ -22,12 +22,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hscache.answers import append_row, check_settings, open_output, rows_done
 from hscache.config import Device, Dtype, RegenerateConfig, TargetConfig
 from hscache.errors import ConfigError, DataError, StoppedBySignal
+from hscache.pretrained import DTYPES, choose_device, load_config, load_model, load_tokenizer
 from hscache.progress import Progress, configure_logging
 from hscache.prompts import Prompt, read_prompts
 from hscache.report import format_seconds, format_table
 from hscache.signals import stop_requested
 from hscache.slot_decode import Answer, Request, decode_slots
-from hscache.target import DTYPES, choose_device, load_config, load_model, load_tokenizer
 
 logger = logging.getLogger(__name__)
 

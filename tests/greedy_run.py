@@ -11,9 +11,9 @@ import torch
 from trainer_cache import documents, fit_config, make_cache, to_bits
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hscache.frozen import Frozen
 from hscache.plan import TokenizedDocument
 from hscache.reader import open_cache
-from hscache.target import Frozen
 from trainer.config import FitConfig
 from trainer.decode import plain_greedy
 from trainer.fit import fit

@@ -122,22 +122,9 @@ def test_padding_changes_only_empty_slots():
         document_id=0, input_ids_T=np.arange(1, 7), loss_mask_T=np.ones(6, dtype=bool)
     )
     anchors = [np.array([1, 4])]
-    small = build_row(
-        [document],
-        anchors,
-        row_tokens=6,
-        anchors_per_row=2,
-        block_size=4,
-        slot_weights=[decayed_weights(4, 4.0)],
-    )
-    large = build_row(
-        [document],
-        anchors,
-        row_tokens=99,
-        anchors_per_row=9,
-        block_size=4,
-        slot_weights=[decayed_weights(4, 4.0)],
-    )
+    shape = {"block_size": 4, "slot_weights": [decayed_weights(4, 4.0)]}
+    small = build_row([document], anchors, row_tokens=6, anchors_per_row=2, **shape)
+    large = build_row([document], anchors, row_tokens=99, anchors_per_row=9, **shape)
     assert large.weights_NK.sum() == small.weights_NK.sum()
     assert np.array_equal(large.weights_NK[:2], small.weights_NK)
     assert np.array_equal(large.scored_slots_M, small.scored_slots_M)

@@ -107,7 +107,7 @@ def test_nothing_to_learn_is_refused(tmp_path):
 
 
 def test_row_shorter_than_the_longest_document_is_refused(whole):
-    with pytest.raises(ConfigError, match="row_tokens is 29 .* 30 tokens"):
+    with pytest.raises(ConfigError, match=r"row_tokens is 29 .* 30 tokens"):
         plan_of(whole, row_tokens=29)
     plan_of(whole, row_tokens=30)
 

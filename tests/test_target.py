@@ -13,6 +13,7 @@ import transformers
 from conftest import VOCAB_SIZE, save_target
 from torch import nn
 
+from hscache import fingerprint
 from hscache import target as target_module
 from hscache.config import TargetConfig
 from hscache.errors import ConfigError, UnsupportedTargetError
@@ -295,10 +296,10 @@ def test_hashes_see_what_matters_and_nothing_else(llama_dir, tmp_path):
     def hashes():
         target = load(folder)
         return (
-            target_module.config_sha256(target.full_config),
-            target_module.weights_sha256(str(folder)),
-            target_module.tokenizer_sha256(target.tokenizer),
-            target_module.template_sha256(target.tokenizer),
+            fingerprint.config_sha256(target.full_config),
+            fingerprint.weights_sha256(str(folder)),
+            fingerprint.tokenizer_sha256(target.tokenizer),
+            fingerprint.template_sha256(target.tokenizer),
         )
 
     def change_json(name, **values):
@@ -307,8 +308,8 @@ def test_hashes_see_what_matters_and_nothing_else(llama_dir, tmp_path):
 
     original = load(llama_dir)
     start = hashes()
-    assert start[0] == target_module.config_sha256(original.full_config)
-    assert start[1] == target_module.weights_sha256(str(llama_dir))
+    assert start[0] == fingerprint.config_sha256(original.full_config)
+    assert start[1] == fingerprint.weights_sha256(str(llama_dir))
     change_json("config.json", transformers_version="4.0.0")
     assert hashes() == start
     change_json("config.json", rms_norm_eps=1e-5)

@@ -16,9 +16,9 @@ import torch
 from cache_maker import make_identity
 
 from hscache import files, layout
+from hscache.frozen import Frozen
 from hscache.manifest import encode_group
 from hscache.plan import TokenizedDocument, deal_into_shards, write_plan
-from hscache.target import Frozen
 from hscache.writer import ShardWriter
 from trainer.config import DrafterShape, FitConfig, LossConfig, OptimConfig
 

@@ -283,6 +283,7 @@ def read_jsonl(path: Path) -> list[Row]:
 
 
 def main() -> None:
+    """Read the arguments, choose the rows, write the folder, print the shares."""
     parser = argparse.ArgumentParser(description="Choose the demo's conversations.")
     parser.add_argument("source", type=Path, help="JSONL.gz of self-generated conversations")
     parser.add_argument("folder", type=Path, help="folder to write")

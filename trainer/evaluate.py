@@ -21,13 +21,14 @@ from transformers import AutoTokenizer
 
 from hscache import files
 from hscache.errors import CacheMismatchError, ConfigError
+from hscache.fingerprint import weights_sha256
+from hscache.pretrained import DTYPES, choose_device, load_model, load_pretrained
 from hscache.progress import Progress, configure_logging
 from hscache.prompts import read_prompts
 from hscache.reader import Cache, Document, open_cache
 from hscache.regenerate import find_stop_ids, prompt_ids
 from hscache.report import format_table
 from hscache.settings import to_dict
-from hscache.target import DTYPES, choose_device, load_model, load_pretrained, weights_sha256
 from trainer.acceptance import Acceptance
 from trainer.checkpoint import load_drafter, resolve_checkpoint
 from trainer.config import EvalConfig

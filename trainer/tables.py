@@ -21,10 +21,12 @@ class TokenDocument(Protocol):
     """What is read of a document; a cache's documents are such."""
 
     @property
-    def input_ids(self) -> Any: ...  # integers [T]
+    def input_ids(self) -> Any:
+        """Token ids, integers [T]."""
 
     @property
-    def loss_mask(self) -> Any: ...  # non-zero where supervised, [T]
+    def loss_mask(self) -> Any:
+        """Non-zero where supervised, [T]."""
 
 
 class TableDrafter(Protocol):

@@ -1,0 +1,142 @@
+"""Start a cache, or make sure that an existing one is the one these settings give.
+
+Takes a `ProduceConfig` and the loaded target; leaves `plan/`, `frozen/` and, last of all, the root
+with the identity, each written whole or not at all; hands on the open cache. Settings that would
+make another cache are refused with a field-by-field diff.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+
+import numpy as np
+
+from hscache import files, fingerprint, layout
+from hscache.config import ProduceConfig
+from hscache.documents import Corpus, load_corpus
+from hscache.errors import CacheMismatchError, HscacheError
+from hscache.manifest import (
+    ContentIdentity,
+    EncodingIdentity,
+    Identity,
+    StatesIdentity,
+    encode_group,
+    read_group,
+    require_same_identity,
+)
+from hscache.plan import Plan, corpus_sha256, deal_into_shards, write_plan
+from hscache.reader import Cache, open_cache
+from hscache.report import format_table
+from hscache.target import Target
+from hscache.zarr_array import canonical_json
+
+
+def make_cache_folder(cache_dir: Path) -> None:
+    """Make the cache folder, and say now rather than in an hour that it cannot be written."""
+    try:
+        with files.disk_full_named(cache_dir):
+            layout.shards_dir(cache_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if isinstance(error, HscacheError):
+            raise
+        raise HscacheError(
+            f"cannot write to {cache_dir}: {error.strerror}. Give another --shard-dir."
+        ) from error
+    if not os.access(layout.shards_dir(cache_dir), os.W_OK):
+        raise HscacheError(f"cannot write to {cache_dir}: it is read-only, or belongs to another.")
+
+
+def prepare(config: ProduceConfig, target: Target) -> Cache:
+    """Write plan, frozen weights and identity, or check them against an existing cache."""
+    cache_dir = config.shard_dir
+    corpus = load_corpus(config.data, target.tokenizer, config.store.seed)
+    shards = deal_into_shards(corpus.documents, config.store.shard_tokens, config.store.seed)
+    frozen = target.frozen.to_bytes()
+    identity = _identity(config, target, corpus, shards, frozen)
+    root = layout.root_file(cache_dir)
+    if root.exists():
+        require_same_identity(read_group(root, Identity), identity, cache_dir)
+    elif layout.list_shards(cache_dir):
+        raise HscacheError(
+            f"{cache_dir} has shards but no root zarr.json: it is no cache, or a damaged one. "
+            "Give an empty --shard-dir."
+        )
+    if not layout.plan_dir(cache_dir).exists():
+        write_plan(cache_dir, corpus.documents, shards, dict(corpus.report))
+    if not layout.frozen_dir(cache_dir).exists():
+        _write_frozen(cache_dir, frozen, target)
+    _require_same_start(cache_dir, shards, identity)
+    # Last, so that a root promises a plan and frozen weights.
+    files.create_once(root, encode_group(identity))
+    cache = open_cache(cache_dir)
+    require_same_identity(cache.identity, identity, cache_dir)
+    print(format_table(["rows", "count"], [[k, f"{v:,}"] for k, v in corpus.report.items()]))
+    return cache
+
+
+def _write_frozen(cache_dir: Path, frozen: bytes, target: Target) -> None:
+    with files.temporary_folder(cache_dir) as folder:
+        files.write_durable(folder / layout.frozen_weights(cache_dir).name, frozen)
+        config = canonical_json(target.full_config)
+        files.write_durable(folder / layout.target_config_file(cache_dir).name, config)
+        with files.disk_full_named(layout.frozen_dir(cache_dir)):
+            target.tokenizer.save_pretrained(folder / "tokenizer")
+            files.fsync_files(folder / "tokenizer")
+        files.publish_folder(folder, layout.frozen_dir(cache_dir))
+
+
+def _require_same_start(cache_dir: Path, shards: list[list[int]], identity: Identity) -> None:
+    """Check plan/ and frozen/, which may be left of a start with other settings, cut short."""
+    plan = Plan(cache_dir)
+    sizes = np.bincount(plan.shards, minlength=plan.num_shards).tolist()
+    weights = layout.frozen_weights(cache_dir).read_bytes()
+    for name, same in (
+        ("plan", plan.manifest.corpus_sha256 == identity.content.corpus_sha256),
+        ("plan", sizes == [len(shard) for shard in shards]),
+        ("frozen", hashlib.sha256(weights).hexdigest() == identity.states.frozen_sha256),
+    ):
+        if not same:
+            raise CacheMismatchError(
+                f"{cache_dir / name} is not what these settings give: it is left of a start with "
+                f"others, or damaged. Delete {cache_dir / name} and run the same command again."
+            )
+
+
+def _identity(
+    config: ProduceConfig,
+    target: Target,
+    corpus: Corpus,
+    shards: list[list[int]],
+    frozen: bytes,
+) -> Identity:
+    documents = corpus.documents
+    ordered = [documents[i] for shard in shards for i in shard]
+    return Identity(
+        states=StatesIdentity(
+            target=config.target.path,
+            revision=target.revision,
+            config_sha256=fingerprint.config_sha256(target.full_config),
+            weights_sha256=fingerprint.weights_sha256(config.target.path),
+            tokenizer_sha256=fingerprint.tokenizer_sha256(target.tokenizer),
+            template_sha256=fingerprint.template_sha256(target.tokenizer),
+            frozen_sha256=hashlib.sha256(frozen).hexdigest(),
+            target_layer_ids=target.layer_ids,
+            num_target_layers=target.num_target_layers,
+            hidden_size=int(target.config.hidden_size),
+            vocab_size=int(target.config.vocab_size),
+            dtype=config.target.dtype,
+            trust_remote_code=config.target.trust_remote_code,
+        ),
+        content=ContentIdentity(
+            corpus_sha256=corpus_sha256(ordered),
+            seed=config.store.seed,
+            max_tokens=config.data.max_tokens,
+            over_long=config.data.over_long,
+            shard_tokens=config.store.shard_tokens,
+            num_documents=len(ordered),
+            num_tokens=sum(len(d.ids_T) for d in ordered),
+            num_held_out_shards=sum(documents[shard[0]].held_out for shard in shards),
+            num_shards=len(shards),
+        ),
+        encoding=EncodingIdentity(codec=config.store.codec),
+    )

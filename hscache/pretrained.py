@@ -1,0 +1,167 @@
+"""Load targets and tokenizers with transformers, and refuse at the door what cannot be used.
+
+Takes a `TargetConfig` or a path; hands on configs, models and tokenizers. The many ways in which
+loading fails become one `ConfigError` that names the cause.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from hscache.config import TargetConfig, spaced_layer_ids
+from hscache.errors import ConfigError, UnsupportedTargetError
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+_FULL_ATTENTION = {"full_attention", "attention"}
+
+
+def choose_device(name: str) -> torch.device:
+    """Resolve auto / cpu / cuda; under a launcher cuda means the GPU of LOCAL_RANK."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device is cuda, and torch sees no CUDA device; use --target.device cpu.")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def load_config(config: TargetConfig) -> tuple[Any, str]:
+    """Return the target's text config and its resolved commit ("" for a folder).
+
+    Raises UnsupportedTargetError for an architecture that cannot be captured.
+    """
+    full = load_pretrained(AutoConfig, config.path, **pretrained_options(config))
+    text = full.get_text_config()
+    _refuse_unsupported(text)
+    return text, getattr(full, "_commit_hash", None) or ""
+
+
+def load_tokenizer(config: TargetConfig) -> Any:
+    """Return the target's tokenizer, which must be a fast one with a chat template."""
+    tokenizer = load_pretrained(AutoTokenizer, config.path, **pretrained_options(config))
+    if not (tokenizer.is_fast and tokenizer.chat_template):
+        lacks = "chat template" if tokenizer.is_fast else "tokenizer.json (a fast tokenizer)"
+        raise ConfigError(
+            f"the tokenizer of the target {config.path!r} has no {lacks}, without which "
+            "conversations cannot become tokens. Use an instruction-tuned target, or add the file "
+            "to its folder."
+        )
+    return tokenizer
+
+
+def pretrained_options(config: TargetConfig) -> dict[str, Any]:
+    """Return what every from_pretrained call of a target is given."""
+    return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' load reports and bars off the terminal; its errors still raise."""
+    logs = transformers.utils.logging
+    verbosity, bars = logs.get_verbosity(), logs.is_progress_bar_enabled()
+    logs.set_verbosity_error()
+    logs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logs.set_verbosity(verbosity)
+        if bars:
+            logs.enable_progress_bar()
+
+
+def load_pretrained(loader: Any, path: str, **options: Any) -> Any:
+    """Load a part of a pretrained model; its many errors become one of ours, with the cause."""
+    try:
+        with _quiet():
+            return loader.from_pretrained(path, **options)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(
+            f"the target {path!r} cannot be loaded: {_what_is_wrong(path, loader, error)}. "
+            "Expected a Hugging Face id, or a folder with config.json, safetensors weights and a "
+            "tokenizer."
+        ) from error
+
+
+def _what_is_wrong(path: str, loader: Any, error: Exception) -> str:
+    """Say which part of a folder is missing, for transformers speaks of the consequences."""
+    folder = Path(path)
+    if folder.is_dir():
+        needed = {AutoTokenizer: "tokenizer.json", AutoModelForCausalLM: "*.safetensors"}
+        wanted = ("config.json", needed.get(loader, "config.json"))
+        if lacking := [name for name in dict.fromkeys(wanted) if not any(folder.glob(name))]:
+            return f"the folder has no {', no '.join(lacking)}"
+    elif folder.exists():
+        return "it is a file, not a folder"
+    elif path.startswith(("/", ".", "~")):
+        return "there is no such folder"
+    lines = str(error).strip().splitlines() or [""]
+    what = f"{loader.__name__}: {type(error).__name__}: {lines[0].rstrip('.')[:400]}"
+    return what if folder.is_dir() else f"there is no such folder here, and as a Hub id: {what}"
+
+
+def load_model(path: str, **options: Any) -> Any:
+    """Load a causal LM from safetensors; ConfigError also if weights are missing or do not fit."""
+    model, info = load_pretrained(
+        AutoModelForCausalLM,
+        path,
+        use_safetensors=True,  # no pickles
+        output_loading_info=True,  # weights that a truncated model does not want are no matter
+        ignore_mismatched_sizes=True,  # transformers would name them in a report, not in the error
+        **options,
+    )
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, found, expected = mismatched[0]
+        raise ConfigError(
+            f"the target {path!r} has {len(mismatched)} weights that do not fit its config.json: "
+            f"{name} is {list(found)}, expected {list(expected)}. Use the config.json that came "
+            "with the weights."
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise ConfigError(
+            f"the target {path!r} lacks {len(missing)} weights of the model its config.json "
+            f"describes, {missing[0]} for one; they would be random numbers. Complete the folder."
+        )
+    return model
+
+
+def check_layer_ids(config: TargetConfig, num_layers: int) -> tuple[int, ...]:
+    """Return the layers to capture, checked against the target's depth."""
+    ids = config.target_layer_ids or spaced_layer_ids(num_layers, config.num_features)
+    # The last block's output exists only after the final norm in serving engines (dflash.md 1.3).
+    bad = [i for i in ids if not 0 <= i < num_layers - 1]
+    if bad or list(ids) != sorted(set(ids)):
+        raise ConfigError(
+            f"target.target_layer_ids {list(ids)} is not usable: expected increasing block numbers "
+            f"from 0 to {num_layers - 2} (the target has {num_layers} blocks; the output of the "
+            "last one cannot be captured by serving engines)."
+        )
+    return tuple(ids)
+
+
+def _refuse_unsupported(config: Any) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ()) - _FULL_ATTENTION
+    if kinds:
+        raise unsupported(config, f"it has {', '.join(sorted(kinds))} layers")
+    window = getattr(config, "sliding_window", None)
+    if window and getattr(config, "use_sliding_window", True):
+        raise unsupported(config, f"it attends through a sliding window of {window}")
+
+
+def unsupported(config: Any, why: str) -> UnsupportedTargetError:
+    """Return the error that refuses an architecture by name."""
+    return UnsupportedTargetError(
+        f"targets of type {config.model_type!r} are not supported yet: {why}. Supported are "
+        "full-attention decoders of transformers (Llama, SmolLM2, Qwen2, Qwen3, ...)."
+    )
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions that decide what a forward computes."""
+    return {"torch": torch.__version__, "transformers": transformers.__version__}

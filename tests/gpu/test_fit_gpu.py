@@ -1,0 +1,59 @@
+"""Training on CUDA against the CPU; run by hand on a machine with a GPU."""
+
+import dataclasses
+
+import pytest
+import torch
+from trainer_cache import documents, fit_config, make_cache, metrics_of
+
+from trainer.batches import Loader
+from trainer.checkpoint import load_drafter
+from trainer.fit import fit
+from trainer.run_plan import plan_run
+from trainer.schedule import Position
+from trainer.training import row_loss, start_training
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    corpus = documents((9, 30, 17, 24, 28, 12, 30, 21), seed=3)
+    return make_cache(tmp_path_factory.mktemp("fit_gpu") / "cache", corpus)
+
+
+def loss_and_gradients(folder, device):
+    run = plan_run(fit_config(folder, folder / "unused"))
+    training = start_training(run, device)
+    loader = Loader(
+        run.cache, run.schedule, rule=run.rule, row=run.row, device=device,
+        dtype=torch.float32, threads=1, start=Position(),
+    )  # fmt: skip
+    with loader:
+        total = torch.zeros((), device=device)
+        for batch in loader:
+            total = total + row_loss(training.drafter, training.frozen, batch, 7)[0]
+    total.backward()
+    return total.detach().cpu(), [p.grad.cpu() for p in training.drafter.parameters()]
+
+
+def test_loss_and_gradients_of_static_cuda_rows_equal_those_of_trimmed_cpu_rows(folder):
+    loss, gradients = loss_and_gradients(folder, CUDA)
+    expected, expected_gradients = loss_and_gradients(folder, CPU)
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+    for found, wanted in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_training_in_bf16_on_cuda_learns_and_its_checkpoint_loads(folder, tmp_path, name):
+    config = fit_config(folder, tmp_path / "run", optim={"name": name, "lr": 1e-2})
+    config = dataclasses.replace(config, device="cuda", dtype="bfloat16", passes=20)
+    checkpoint = fit(config)
+    losses = [line["train/loss"] for line in metrics_of(tmp_path / "run")]
+    assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
+    assert load_drafter(checkpoint).config.block_size == 4
