@@ -14,7 +14,6 @@ from trainer_cache import documents, fit_config, make_cache, small_disk
 from hscache.errors import CacheMismatchError, ConfigError, DiskFullError, ShardCorruptError
 from hscache.reader import open_cache
 from trainer.checkpoint import (
-    drafter_config_from_json,
     list_checkpoints,
     load_drafter,
     read_state,
@@ -122,38 +121,6 @@ def test_weights_that_do_not_fit_are_refused(run_dir, tmp_path):
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(ConfigError, match="does not fit"):
         load_drafter(folder)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_attention"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"rope_scaling": {"factor": 2}}, "rope_scaling"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
-        ({"is_causal": True}, "is_causal"),
-        ({"hidden_size": None}, "unusable"),
-        ({"dflash_config": None}, "mask_token_id|target_layer_ids"),
-        ({"num_target_layers": ...}, "num_target_layers"),
-    ],
-)
-def test_config_that_we_would_compute_otherwise_is_refused(run_dir, tmp_path, change, message):
-    config = json.loads((list_checkpoints(run_dir)[-1] / "config.json").read_text())
-    drafter_config_from_json(config, tmp_path)
-    config = {k: v for k, v in {**config, **change}.items() if v is not ...}
-    with pytest.raises(ConfigError, match=message):
-        drafter_config_from_json(config, tmp_path)
-
-
-def test_config_round_trips(run_dir):
-    checkpoint = list_checkpoints(run_dir)[-1]
-    config = json.loads((checkpoint / "config.json").read_text())
-    expected = read_state(checkpoint).settings["drafter"]
-    found = dataclasses.asdict(drafter_config_from_json(config, checkpoint))
-    assert {**found, "target_layer_ids": list(found["target_layer_ids"])} == expected
-    older = {k: v for k, v in config.items() if k != "rope_parameters"}  # transformers 4
-    assert drafter_config_from_json(older, checkpoint).rope_theta == expected["rope_theta"]
-    assert "auto_map" not in config
 
 
 def test_bf16_checkpoint_is_the_rounded_master(tmp_path):

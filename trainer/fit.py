@@ -13,6 +13,7 @@ import itertools
 import logging
 import os
 import shutil
+import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -110,8 +111,8 @@ def _train(run: RunPlan, training: Training, device: torch.device, saved: Path |
                 saved = save_training(run, training)
             if signum is not None:
                 raise StoppedBySignal(
-                    f"stopped by signal {signum} after step {training.step}; saved {saved}. "
-                    "Continue with --resume.",
+                    f"stopped by {signal.Signals(signum).name} after step {training.step}; saved "
+                    f"{saved}. Continue with --resume.",
                     signum=signum,
                 )
         if training.window.num_steps:

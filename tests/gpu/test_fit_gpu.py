@@ -52,8 +52,9 @@ def test_loss_and_gradients_of_static_cuda_rows_equal_those_of_trimmed_cpu_rows(
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_training_in_bf16_on_cuda_learns_and_its_checkpoint_loads(folder, tmp_path, name):
     config = fit_config(folder, tmp_path / "run", optim={"name": name, "lr": 1e-2})
-    config = dataclasses.replace(config, device="cuda", dtype="bfloat16", passes=20)
+    config = dataclasses.replace(config, device="cuda", dtype="bfloat16", passes=60)
     checkpoint = fit(config)
     losses = [line["train/loss"] for line in metrics_of(tmp_path / "run")]
-    assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
+    # The labels are random, so it learns by heart.
+    assert sum(losses[-4:]) < 0.8 * sum(losses[:4]), losses
     assert load_drafter(checkpoint).config.block_size == 4

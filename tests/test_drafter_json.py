@@ -1,0 +1,59 @@
+"""config.json of a drafter: what we write is what we read, and what we cannot run is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from trainer_cache import HIDDEN, LAYER_IDS, NUM_LAYERS, SHAPE, VOCAB
+
+from hscache.errors import ConfigError
+from trainer.config import DrafterConfig
+from trainer.drafter_json import drafter_config_from_json, drafter_json
+
+CONFIG = DrafterConfig(
+    **SHAPE, hidden_size=HIDDEN, rms_norm_eps=1e-5, rope_theta=1e4, vocab_size=VOCAB,
+    max_position_embeddings=512, target_layer_ids=LAYER_IDS, num_target_layers=NUM_LAYERS,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_attention"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"rope_scaling": {"factor": 2}}, "rope_scaling"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
+        ({"is_causal": True}, "is_causal"),
+        ({"hidden_size": None}, "unusable"),
+        ({"dflash_config": None}, "mask_token_id|target_layer_ids"),
+        ({"num_target_layers": ...}, "num_target_layers"),
+    ],
+)
+def test_config_that_we_would_compute_otherwise_is_refused(change, message):
+    config = drafter_json(CONFIG, {}, torch.bfloat16)
+    drafter_config_from_json(config, Path("config.json"))
+    config = {k: v for k, v in {**config, **change}.items() if v is not ...}
+    with pytest.raises(ConfigError, match=message):
+        drafter_config_from_json(config, Path("config.json"))
+
+
+def test_config_round_trips_through_json():
+    config = json.loads(json.dumps(drafter_json(CONFIG, {"eos_token_id": [2, 9]}, torch.bfloat16)))
+    assert drafter_config_from_json(config, Path("config.json")) == CONFIG
+    older = {k: v for k, v in config.items() if k != "rope_parameters"}  # transformers 4
+    assert drafter_config_from_json(older, Path("config.json")) == CONFIG
+    nested = {k: v for k, v in config.items() if k != "block_size"}  # since Qwen3.5
+    assert drafter_config_from_json(nested, Path("config.json")) == CONFIG
+
+
+def test_config_says_what_engines_ask_for():
+    config = drafter_json(CONFIG, {"eos_token_id": 2, "pad_token_id": 0}, torch.bfloat16)
+    assert config["architectures"] == ["DFlashDraftModel"]
+    assert config["block_size"] == config["dflash_config"]["block_size"] == 4
+    assert config["dflash_config"]["target_layer_ids"] == [0, 2]
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 1e4
+    assert config["layer_types"] == ["full_attention"] * CONFIG.num_hidden_layers
+    assert config["dtype"] == "bfloat16"
+    assert (config["eos_token_id"], config["pad_token_id"]) == (2, 0)
+    assert "auto_map" not in config  # it would need code beside the weights
