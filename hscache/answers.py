@@ -5,7 +5,6 @@ Takes rows as answers end; appends each by one write to `OUTPUT`, beside which
 that a run killed at any time continues.
 """
 
-import fcntl
 import json
 import logging
 import os
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hscache.errors import CacheMismatchError, ConfigError, DataError, DiskFullError
-from hscache.files import disk_full_named, replace_atomically
+from hscache.files import disk_full_named, only_writer, replace_atomically
 from hscache.prompts import Prompt
 from hscache.report import format_table
 from hscache.rows import read_jsonl
@@ -33,13 +32,7 @@ def open_output(path: Path, settings: dict[str, Any]) -> Iterator[BinaryIO]:
         raise ConfigError(
             f"cannot write to {path}: {error.strerror}. Give a file in a folder you may write to."
         ) from error
-    with opened as output:
-        try:
-            fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"another process is writing {path}; wait for it, or choose another output."
-            ) from error
+    with opened as output, only_writer(path, str(path)):
         if not check_settings(path, settings):
             replace_atomically(
                 _settings_path(path), json.dumps(settings, indent=2).encode() + b"\n"

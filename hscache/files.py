@@ -7,6 +7,7 @@ published name, so nothing half-written is ever read.
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import os
 import secrets
@@ -15,7 +16,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from hscache.errors import DiskFullError, HscacheError
+from hscache.errors import ConfigError, DiskFullError, HscacheError
 
 TEMPORARY_PREFIX = ".tmp-"
 
@@ -129,6 +130,22 @@ def create_once(path: Path, data: bytes) -> bool:
         temporary.unlink(missing_ok=True)
     fsync_folder(path.parent)
     return True
+
+
+@contextlib.contextmanager
+def only_writer(path: Path, what: str) -> Iterator[None]:
+    """Hold an exclusive lock on a file for as long as the block runs; it dies with the process.
+
+    Raises ConfigError when another process holds it; `what` says what it is writing.
+    """
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another process is writing {what}; wait for it, or choose another place."
+            ) from error
+        yield
 
 
 def publish_folder(temporary: Path, final: Path) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
+from torch import nn
 
 from hscache.pretrained import unsupported
 from hscache.zarr_array import canonical_json
@@ -26,9 +27,16 @@ def frozen_tensors(model: Any) -> "Frozen":
         embedding_VH=embedding,
         head_VH=None if tied else head,
         norm_H=norm.weight.detach(),
-        norm_eps=float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0))),
+        norm_eps=_norm_eps(norm, model.config),
         norm_form=_norm_form(norm, model.config),
     )
+
+
+def _norm_eps(norm: Any, config: Any) -> float:
+    for name in ("variance_epsilon", "eps"):
+        if hasattr(norm, name):
+            return float(getattr(norm, name))
+    raise unsupported(config, f"its final norm {type(norm).__name__} has no epsilon we know")
 
 
 def _norm_form(norm: Any, config: Any) -> str:
@@ -41,6 +49,45 @@ def _norm_form(norm: Any, config: Any) -> str:
         if torch.allclose(found, unit * scale, rtol=0.02, atol=0.02):
             return form
     raise unsupported(config, f"its final norm {type(norm).__name__} is no RMSNorm")
+
+
+@torch.inference_mode()
+def check_frozen(model: Any, frozen: "Frozen", ids_T: torch.Tensor, **options: Any) -> None:
+    """Prove that embedding and head are all there is: no multiplier, no softcap, no bias.
+
+    A drafter reads `embedding[ids]` and its logits are `hidden @ head`. A target that scales either
+    would be drafted for in another space. Raises UnsupportedTargetError.
+    """
+    seen: dict[str, torch.Tensor] = {}
+
+    def keep_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen["embedded"] = (args[0] if args else kwargs["hidden_states"])[0]
+
+    def keep_output(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        seen["normed"] = output[0]
+
+    layer, norm = model.base_model.layers[0], model.base_model.norm
+    handles = [
+        layer.register_forward_pre_hook(keep_input, with_kwargs=True),
+        norm.register_forward_hook(keep_output),
+    ]
+    try:
+        positions_1T = torch.arange(len(ids_T))[None]
+        output = model(input_ids=ids_T[None], position_ids=positions_1T, use_cache=False, **options)
+    except (TypeError, AttributeError) as error:
+        raise unsupported(model.config, f"a trial forward failed: {error}") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not torch.equal(seen["embedded"], frozen.embedding_VH[ids_T]):
+        raise unsupported(model.config, "it changes its embeddings before the first block")
+    head_VH = frozen.embedding_VH if frozen.head_VH is None else frozen.head_VH
+    expected_TV = (seen["normed"] @ head_VH.T).float()
+    difference_TV = output.logits[0].float() - expected_TV
+    sound_TV = difference_TV.isfinite()  # a row of NaN in the head is for the content check
+    off = difference_TV[sound_TV].norm() / expected_TV[sound_TV].norm()
+    if not off < 0.02:
+        raise unsupported(model.config, "its logits are not the product of final norm and head")
 
 
 @dataclass(frozen=True)

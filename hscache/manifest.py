@@ -6,6 +6,7 @@ file that is not byte for byte what we would write is refused, so no flipped bit
 """
 
 import dataclasses
+import hashlib
 import json
 import typing
 from dataclasses import dataclass
@@ -111,6 +112,11 @@ def require_same_identity(found: Identity, expected: Identity, cache_dir: Path) 
             + "\n".join(lines)
             + "\nRun with the settings of the cache, or write to an empty --shard-dir."
         )
+
+
+def cache_fingerprint(identity: Identity) -> str:
+    """Return the sha256 that ties a shard to its cache."""
+    return hashlib.sha256(identity.sha_input).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)

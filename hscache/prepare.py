@@ -26,7 +26,6 @@ from hscache.manifest import (
 )
 from hscache.plan import Plan, corpus_sha256, deal_into_shards, write_plan
 from hscache.reader import Cache, open_cache
-from hscache.report import format_table
 from hscache.target import Target
 from hscache.zarr_array import canonical_json
 
@@ -70,7 +69,6 @@ def prepare(config: ProduceConfig, target: Target) -> Cache:
     files.create_once(root, encode_group(identity))
     cache = open_cache(cache_dir)
     require_same_identity(cache.identity, identity, cache_dir)
-    print(format_table(["rows", "count"], [[k, f"{v:,}"] for k, v in corpus.report.items()]))
     return cache
 
 

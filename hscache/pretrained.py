@@ -5,7 +5,6 @@ loading fails become one `ConfigError` that names the cause.
 """
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from hscache.config import TargetConfig, spaced_layer_ids
 from hscache.errors import ConfigError, UnsupportedTargetError
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
 _FULL_ATTENTION = {"full_attention", "attention"}
-
-
-def choose_device(name: str) -> torch.device:
-    """Resolve auto / cpu / cuda; under a launcher cuda means the GPU of LOCAL_RANK."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError("device is cuda, and torch sees no CUDA device; use --target.device cpu.")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+_ROPE_OF_THE_WHOLE_PACK = {"longrope", "dynamic"}
+"""Rotary embeddings that look at the largest position of a forward pass: documents would meet."""
 
 
 def load_config(config: TargetConfig) -> tuple[Any, str]:
@@ -43,9 +33,10 @@ def load_config(config: TargetConfig) -> tuple[Any, str]:
     return text, getattr(full, "_commit_hash", None) or ""
 
 
-def load_tokenizer(config: TargetConfig) -> Any:
+def load_tokenizer(config: TargetConfig, revision: str = "") -> Any:
     """Return the target's tokenizer, which must be a fast one with a chat template."""
-    tokenizer = load_pretrained(AutoTokenizer, config.path, **pretrained_options(config))
+    options = pretrained_options(config, revision)
+    tokenizer = load_pretrained(AutoTokenizer, config.path, **options)
     if not (tokenizer.is_fast and tokenizer.chat_template):
         lacks = "chat template" if tokenizer.is_fast else "tokenizer.json (a fast tokenizer)"
         raise ConfigError(
@@ -56,9 +47,15 @@ def load_tokenizer(config: TargetConfig) -> Any:
     return tokenizer
 
 
-def pretrained_options(config: TargetConfig) -> dict[str, Any]:
-    """Return what every from_pretrained call of a target is given."""
-    return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+def pretrained_options(config: TargetConfig, revision: str = "") -> dict[str, Any]:
+    """Return what every from_pretrained call of a target is given.
+
+    `revision` is the commit the config resolved to: a branch may move between two downloads.
+    """
+    return {
+        "revision": revision or config.revision,
+        "trust_remote_code": config.trust_remote_code,
+    }
 
 
 @contextlib.contextmanager
@@ -131,6 +128,14 @@ def load_model(path: str, **options: Any) -> Any:
     return model
 
 
+def find_stop_ids(model: Any, tokenizer: Any) -> set[int]:
+    """Return the ids that end an answer: the model's and tokenizer's, ChatML's <|im_end|>."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    stop_ids = set(configured if isinstance(configured, list) else [configured])
+    stop_ids |= {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")}
+    return {stop_id for stop_id in stop_ids if stop_id is not None}
+
+
 def check_layer_ids(config: TargetConfig, num_layers: int) -> tuple[int, ...]:
     """Return the layers to capture, checked against the target's depth."""
     ids = config.target_layer_ids or spaced_layer_ids(num_layers, config.num_features)
@@ -149,6 +154,9 @@ def _refuse_unsupported(config: Any) -> None:
     kinds = set(getattr(config, "layer_types", None) or ()) - _FULL_ATTENTION
     if kinds:
         raise unsupported(config, f"it has {', '.join(sorted(kinds))} layers")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if (kind := rope.get("rope_type", "default")) in _ROPE_OF_THE_WHOLE_PACK:
+        raise unsupported(config, f"its {kind} rotary angles depend on the longest input of a pass")
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True):
         raise unsupported(config, f"it attends through a sliding window of {window}")

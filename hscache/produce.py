@@ -31,6 +31,7 @@ from hscache.pretrained import check_layer_ids, library_versions, load_config, l
 from hscache.progress import Progress, configure_logging
 from hscache.reader import Cache
 from hscache.report import format_table
+from hscache.settings import to_dict
 from hscache.signals import raise_on_stop
 from hscache.target import Target
 from hscache.writer import ShardWriter
@@ -38,6 +39,8 @@ from hscache.writer import ShardWriter
 log = logging.getLogger(__name__)
 
 _WAIT_S = 1.0
+_QUARANTINE_FLOOR = 1000
+"""Documents below which a share of unusable ones says little."""
 
 
 def run(config: ProduceConfig, *, dry_run: bool = False) -> int:
@@ -88,6 +91,8 @@ class _Made:
 
     quarantined: list[int]
     """documents with unusable states, those of shards published before included"""
+    num_documents: int = 0
+    """documents seen, those of shards published before included"""
     shards: int = 0
     tokens: int = 0
 
@@ -109,18 +114,25 @@ def _fill(
     _require_whole_shards(cache.path)
     published = cache.published_shards()
     done = sum(_num_tokens(plan, shard) for shard in published)
-    made = _Made(quarantined=list(_quarantined(cache, published)))
+    made = _Made(
+        quarantined=list(_quarantined(cache, published)),
+        num_documents=sum(len(plan.shard_documents(shard)) for shard in published),
+    )
     label = f"produce {len(published)}/{plan.num_shards} shards"
     with (
         ThreadPoolExecutor(config.store.threads) as pool,
         Progress(plan.num_tokens, unit="tokens", label=label, initial=done) as progress,
     ):
+        waiting = False
         while True:
             shard = producer.claim_next(plan.num_shards)
             if shard is None:
                 if len(cache.published_shards()) == plan.num_shards:
                     return made
-                time.sleep(_WAIT_S)  # the rest is in other producers' hands, or will be ours
+                if not waiting:
+                    log.info("waiting for the shards that other producers are making")
+                waiting = True
+                time.sleep(_WAIT_S)  # if one of them dies, its shard will be ours
                 continue
             _make_shard(cache, target, shard, config, pool, progress, made)
             producer.report(tokens=made.tokens, shards=made.shards)
@@ -146,6 +158,7 @@ def _make_shard(
             states = target.capture(torch.from_numpy(ids_T.astype(np.int64)), offsets)
             bits_TLH = states.view(torch.int16).cpu().numpy().view(np.uint16)
             for index, document in enumerate(pack):
+                made.num_documents += 1
                 bits = bits_TLH[offsets[index] : offsets[index + 1]]
                 problem = check.problem(bits)
                 if problem is None:
@@ -183,13 +196,14 @@ def _count_quarantined(
     made.quarantined.append(document)
     row = int(cache.plan.source_rows[document])
     log.warning("document %d (input row %d) quarantined: %s", document, row, problem)
-    allowed = config.store.max_quarantined_share * cache.plan.num_documents
-    if len(made.quarantined) > allowed:
+    # Of those seen so far, so that a broken target stops at once and not after 1 % of a corpus.
+    seen = max(made.num_documents, min(_QUARANTINE_FLOOR, cache.plan.num_documents))
+    if len(made.quarantined) > config.store.max_quarantined_share * seen:
         latest = ", ".join(map(str, made.quarantined[-10:]))
         raise HscacheError(
             f"{len(made.quarantined)} documents gave unusable states, more than "
-            f"store.max_quarantined_share = {config.store.max_quarantined_share:.1%} of "
-            f"{cache.plan.num_documents}: documents {latest}; the last (input row {row}): "
+            f"store.max_quarantined_share = {config.store.max_quarantined_share:.1%} of the "
+            f"{seen:,} seen so far: documents {latest}; the last (input row {row}): "
             f"{problem}. Something is wrong with the target, its dtype or the input; published "
             "shards are kept."
         )
@@ -207,6 +221,7 @@ def _provenance(
         "device": device,
         "device_name": name or platform.machine(),
         "token_budget": config.token_budget,
+        "settings": to_dict(config),
         "documents_per_pack": [len(pack) for pack in packs],
         "seconds": round(seconds, 3),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -218,7 +233,8 @@ def _summary(cache: Cache, made: _Made, seconds: float) -> str:
     raw = sum(m.raw_bytes for m in shards)
     stored = sum(m.stored_bytes for m in shards)
     rate = made.tokens / seconds if seconds else 0.0
-    rows = [
+    rows = [[key, f"{value:,}"] for key, value in cache.plan.manifest.report.items()]
+    rows += [
         ["shards", f"{len(shards)} ({made.shards} by this run)"],
         ["documents", f"{sum(m.num_documents for m in shards):,}"],
         ["quarantined", f"{sum(len(m.quarantined) for m in shards):,}"],

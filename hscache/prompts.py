@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from hscache.errors import DataError
 from hscache.rows import read_conversations
 
@@ -72,3 +74,16 @@ def _messages_to_answer(row: dict[str, Any], where: str) -> list[dict[str, Any]]
             "user turn, or in the answer to one; mend or delete the row."
         )
     return messages[:end]
+
+
+def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
+    """Return the ids of the conversation up to the answer; `DataError` if the template refuses."""
+    try:
+        return tokenizer.apply_chat_template(
+            prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except TemplateError as error:
+        raise DataError(
+            f"row {prompt.id!r}: the target's chat template refuses these messages: {error} "
+            "Mend the row or take it out."
+        ) from error

@@ -21,10 +21,9 @@ import numpy.typing as npt
 
 from hscache import layout
 from hscache.errors import CacheIncompleteError, CacheMismatchError, ConfigError, ShardCorruptError
-from hscache.manifest import Identity, ShardManifest, read_group
+from hscache.manifest import Identity, ShardManifest, cache_fingerprint, read_group
 from hscache.plan import Plan
 from hscache.planes import Bits, decode
-from hscache.writer import cache_fingerprint
 from hscache.zarr_array import ZarrArrayReader
 
 if TYPE_CHECKING:

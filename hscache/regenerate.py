@@ -16,15 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hscache.answers import append_row, check_settings, open_output, rows_done
 from hscache.config import Device, Dtype, RegenerateConfig, TargetConfig
-from hscache.errors import ConfigError, DataError, StoppedBySignal
-from hscache.pretrained import DTYPES, choose_device, load_config, load_model, load_tokenizer
+from hscache.device import DTYPES, choose_device
+from hscache.errors import ConfigError, StoppedBySignal
+from hscache.fingerprint import weights_sha256
+from hscache.pretrained import find_stop_ids, load_config, load_model, load_tokenizer
 from hscache.progress import Progress, configure_logging
-from hscache.prompts import Prompt, read_prompts
+from hscache.prompts import Prompt, prompt_ids, read_prompts
 from hscache.report import format_seconds, format_table
 from hscache.signals import stop_requested
 from hscache.slot_decode import Answer, Request, decode_slots
@@ -186,18 +187,6 @@ def _answer_all(
         progress.advance()
 
 
-def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids of the conversation up to the answer; `DataError` if the template refuses."""
-    apply: Any = tokenizer.apply_chat_template
-    try:
-        return apply(prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-    except TemplateError as error:
-        raise DataError(
-            f"row {prompt.id!r}: the target's chat template refuses these messages: {error} "
-            "Mend the row or take it out."
-        ) from error
-
-
 def output_row(
     prompt: Prompt,
     answer: Answer,
@@ -228,21 +217,12 @@ def load_generator(
     return model.to(choose_device(device)).eval(), tokenizer
 
 
-def find_stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the ids that end an answer: the model's and tokenizer's, ChatML's <|im_end|>."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    stop_ids = set(configured if isinstance(configured, list) else [configured])
-    stop_ids |= {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")}
-    return {stop_id for stop_id in stop_ids if stop_id is not None}
-
-
 def run_settings(config: RegenerateConfig) -> dict[str, Any]:
-    """Return what fixes the answers: sampling, and the target, told by its weight files' sizes."""
+    """Return what fixes the answers: the target's weights and the sampling."""
     folder = Path(config.target)
-    weights = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     return {
         "target": str(folder.resolve()) if folder.is_dir() else config.target,
-        "weight_file_bytes": {path.name: path.stat().st_size for path in weights},
+        "weights_sha256": weights_sha256(config.target),
         "dtype": config.dtype,
         "temperature": config.temperature,
         "max_new_tokens": config.max_new_tokens,

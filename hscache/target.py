@@ -21,11 +21,10 @@ from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hscache.config import TargetConfig
-from hscache.frozen import frozen_tensors
+from hscache.device import DTYPES, choose_device
+from hscache.frozen import check_frozen, frozen_tensors
 from hscache.pretrained import (
-    DTYPES,
     check_layer_ids,
-    choose_device,
     load_config,
     load_model,
     load_tokenizer,
@@ -119,12 +118,10 @@ class Target:
     def __init__(self, config: TargetConfig) -> None:
         self.device = choose_device(config.device)
         self.dtype = DTYPES[config.dtype]
-        self.path = config.path
-        self.trust_remote_code = config.trust_remote_code
         self.config, self.revision = load_config(config)
         self.num_target_layers = int(self.config.num_hidden_layers)
         self.layer_ids = check_layer_ids(config, self.num_target_layers)
-        self.tokenizer = load_tokenizer(config)
+        self.tokenizer = load_tokenizer(config, self.revision)
         self.full_config = json.loads(self.config.to_json_string(use_diff=False))
 
         last = self.layer_ids[-1]
@@ -137,7 +134,7 @@ class Target:
             config=self.config,
             dtype=self.dtype,
             attn_implementation=ATTENTION,
-            **pretrained_options(config),
+            **pretrained_options(config, self.revision),
         )
         self._base = model.base_model
         layers = getattr(self._base, "layers", None)
@@ -145,6 +142,12 @@ class Target:
             raise unsupported(self.config, "its decoder blocks are not found at `model.layers`")
         self._layers = layers
         self.frozen = frozen_tensors(model)
+        ids_T = torch.arange(5) % int(self.config.vocab_size)
+        pack = Pack((0, 5), torch.tensor((0, 5), dtype=torch.int32))
+        try:
+            check_frozen(model, self.frozen, ids_T, pack=pack)
+        except NotPackableError as error:
+            raise unsupported(self.config, f"a trial forward failed: {error}") from error
         self._base.norm = nn.Identity()  # never applied to a captured layer
         self._base.to(self.device).eval()
         check_packing(self)

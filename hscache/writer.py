@@ -5,7 +5,6 @@ temporary folder, and publishes by rename. A crash, an error or a full disk publ
 """
 
 import contextlib
-import hashlib
 from concurrent.futures import Executor
 from pathlib import Path
 from types import TracebackType
@@ -20,17 +19,13 @@ from hscache.manifest import (
     LayerStatistics,
     Quarantined,
     ShardManifest,
+    cache_fingerprint,
     encode_group,
 )
 from hscache.planes import Bits, encode
 from hscache.zarr_array import ZarrArrayWriter
 
 NUM_OUTLIERS = 4
-
-
-def cache_fingerprint(identity: Identity) -> str:
-    """Return the sha256 that ties a shard to its cache."""
-    return hashlib.sha256(identity.sha_input).hexdigest()
 
 
 class ShardWriter:

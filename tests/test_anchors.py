@@ -96,16 +96,18 @@ def test_coverage_is_the_mean_over_many_samples():
             )
             scorings += sum(int(mask[a + 1 : a + block_size].sum()) for a in anchors)
     expected = scorings / num_passes / sum(int(mask.sum()) for mask in masks)
-    actual = coverage(masks, rate=rate, limit=limit, block_size=block_size)
+    actual = coverage(masks, rate=rate, limit=limit, keep_K=np.ones(block_size - 1))
     assert actual == pytest.approx(expected, rel=0.02)
 
 
 def test_coverage_with_every_anchor_is_counted_by_hand():
     # Supervised 1..5; anchors 1..4 score 2,3 | 3,4 | 4,5 | 5 with two predicted slots.
     mask = np.array([0, 1, 1, 1, 1, 1, 0], dtype=bool)
-    assert coverage([mask], rate=1.0, limit=99, block_size=3) == pytest.approx(7 / 5)
-    assert coverage([mask], rate=1.0, limit=2, block_size=3) == pytest.approx(7 / 5 / 2)
-    assert coverage([np.zeros(4, bool)], rate=1.0, limit=2, block_size=3) == 0.0
+    assert coverage([mask], rate=1.0, limit=99, keep_K=np.ones(2)) == pytest.approx(7 / 5)
+    assert coverage([mask], rate=1.0, limit=2, keep_K=np.ones(2)) == pytest.approx(7 / 5 / 2)
+    half = coverage([mask], rate=1.0, limit=99, keep_K=np.array([1.0, 0.5]))
+    assert half == pytest.approx((4 + 0.5 * 3) / 5)
+    assert coverage([np.zeros(4, bool)], rate=1.0, limit=2, keep_K=np.ones(2)) == 0.0
 
 
 def test_sampled_slots_have_the_decayed_weights_on_average():

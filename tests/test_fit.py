@@ -26,7 +26,7 @@ def test_run_folder_holds_checkpoint_metrics_and_the_resolved_config(cache, tmp_
     config = fit_config(cache, run_dir)
     assert run(config) == 0
     assert sorted(p.name for p in run_dir.iterdir()) == [
-        list_checkpoints(run_dir)[0].name, "config.json", "metrics.jsonl",
+        list_checkpoints(run_dir)[0].name, "config.json", "env.json", "lock", "metrics.jsonl",
     ]  # fmt: skip
     again = parse(cli.COMMANDS[0], ["--config", str(run_dir / "config.json")])
     assert again == config

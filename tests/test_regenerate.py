@@ -202,9 +202,9 @@ def test_changed_weights_are_refused(target, prompts, tmp_path):
     regenerate(config)
     path = config.output.with_name("answers.jsonl.settings.json")
     settings = json.loads(path.read_text())
-    settings["weight_file_bytes"]["model.safetensors"] += 1
+    settings["weights_sha256"] = "0" * 64
     path.write_text(json.dumps(settings))
-    with pytest.raises(CacheMismatchError, match="weight_file_bytes"):
+    with pytest.raises(CacheMismatchError, match="weights_sha256"):
         regenerate(config)
     path.unlink()
     with pytest.raises(CacheMismatchError, match="not known how its rows were made"):
@@ -250,7 +250,7 @@ def test_dry_run_counts_and_writes_nothing(target, prompts, capsys):
     assert not config.output.parent.exists()
     out = capsys.readouterr().out
     assert "to answer" in out
-    assert "model.safetensors" in out
+    assert "weights_sha256" in out
 
 
 def test_target_without_chat_template_is_a_config_error(target, prompts, tmp_path):

@@ -17,6 +17,7 @@ from hscache import fingerprint
 from hscache import target as target_module
 from hscache.config import TargetConfig
 from hscache.errors import ConfigError, UnsupportedTargetError
+from hscache.frozen import frozen_tensors
 from hscache.target import Target, packed_attention
 
 LENGTHS = (1, 2, 3, 17, 40, 16, 5)
@@ -287,7 +288,33 @@ def test_frozen_parts_give_the_logits_of_the_whole_model(family, tied, request):
 
 def test_a_norm_that_multiplies_by_one_plus_w_is_recognised(tmp_path):
     save_target(tmp_path, "gemma", num_hidden_layers=2)
-    assert load(tmp_path, target_layer_ids=(0,)).frozen.norm_form == "1+w"
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert frozen_tensors(model).norm_form == "1+w"
+
+
+def test_targets_that_scale_embeddings_or_logits_are_refused_by_name(tmp_path):
+    # A drafter reads embedding[ids] and multiplies by the head, and nothing else.
+    save_target(tmp_path / "gemma", "gemma", num_hidden_layers=2)
+    with pytest.raises(UnsupportedTargetError, match=r"'gemma'.*changes its embeddings"):
+        load(tmp_path / "gemma", target_layer_ids=(0,))
+    scaled = {"embedding_multiplier": 1.0, "logits_scaling": 3.0}
+    save_target(tmp_path / "granite", "granite", num_hidden_layers=2, **scaled)
+    with pytest.raises(UnsupportedTargetError, match=r"'granite'.*not the product of final norm"):
+        load(tmp_path / "granite", target_layer_ids=(0,))
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_rotary_angles_of_the_whole_pack_are_refused(llama_dir, tmp_path, kind):
+    folder = shutil.copytree(llama_dir, tmp_path / kind)
+    config = json.loads((folder / "config.json").read_text())
+    half = [1.0] * (config["head_dim"] // 2)
+    factors = {"factor": 2.0, "short_factor": half, "long_factor": half}
+    config["rope_parameters"] = {
+        "rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedTargetError, match=f"{kind} rotary angles depend"):
+        load(folder)
 
 
 def test_hashes_see_what_matters_and_nothing_else(llama_dir, tmp_path):

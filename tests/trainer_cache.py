@@ -16,6 +16,7 @@ import torch
 from cache_maker import make_identity
 
 from hscache import files, layout
+from hscache.fingerprint import config_sha256
 from hscache.frozen import Frozen
 from hscache.manifest import encode_group
 from hscache.plan import TokenizedDocument, deal_into_shards, write_plan
@@ -99,11 +100,19 @@ def make_cache(
     folder.mkdir(parents=True)
     shards = deal_into_shards(corpus, shard_tokens, seed=0)
     weights = (frozen or random_frozen()).to_bytes()
+    config = config or {
+        "pad_token_id": PAD,
+        "eos_token_id": EOS,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "max_position_embeddings": 512,
+    }
     identity = make_identity(
         corpus,
         shards,
         shard_tokens=shard_tokens,
         **{
+            "config_sha256": config_sha256(config),
             "frozen_sha256": hashlib.sha256(weights).hexdigest(),
             "target_layer_ids": LAYER_IDS,
             "num_target_layers": NUM_LAYERS,
@@ -112,13 +121,6 @@ def make_cache(
             **states,
         },
     )
-    config = config or {
-        "pad_token_id": PAD,
-        "eos_token_id": EOS,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-        "max_position_embeddings": 512,
-    }
     write_plan(folder, corpus, shards, {})
     layout.frozen_dir(folder).mkdir()
     layout.frozen_weights(folder).write_bytes(weights)

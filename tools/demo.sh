@@ -33,7 +33,7 @@ stage "train a drafter from the cache: a separate process, no target" \
 name=eval
 stage "measure it: held-out shards, and real speculative decoding" \
     trainer eval --checkpoint "$out/run" --shards "$out/cache" \
-    --prompts tools/demo_data/held_out.jsonl.gz --max-prompts 8 --max-new-tokens 64 \
+    --prompts tools/demo_data/held_out.jsonl.gz --max-prompts 6 --max-new-tokens 64 \
     --json "$out/eval.json"
 name=inspect
 stage "look into the cache" hscache inspect "$out/cache"

@@ -11,6 +11,9 @@ import hscache
 from hscache.report import format_seconds, format_table
 
 
+BAR = 1.05
+
+
 def summary(out: Path, total_s: int) -> str:
     """Return the table; `total_s` is the demo's wall time without the installation."""
     seconds = {}
@@ -32,7 +35,7 @@ def summary(out: Path, total_s: int) -> str:
         ["acceptance length, drafter", f"{results['drafter']['sequential']:.3f}"],
         [f"acceptance length, {best}", f"{tables[best]:.3f}"],
         ["acceptance length, prompt look-up", f"{results['prompt look-up']['sequential']:.3f}"],
-        ["drafter / best trained table", f"{figures['ratio_to_best_table']:.3f} (bar: 1.05)"],
+        ["drafter / best trained table", f"{figures['ratio_to_best_table']:.3f} (bar: {BAR})"],
         ["really decoded", f"{figures['tokens_per_target_step']:.3f} tokens per target step"],
         [
             "text equals greedy decoding",
@@ -45,4 +48,7 @@ def summary(out: Path, total_s: int) -> str:
 
 
 if __name__ == "__main__":
-    print(summary(Path(sys.argv[1]), int(sys.argv[2])))
+    out = Path(sys.argv[1])
+    print(summary(out, int(sys.argv[2])))
+    if json.loads((out / "eval.json").read_text())["ratio_to_best_table"] < BAR:
+        sys.exit(f"the drafter is below {BAR} times the best table: something is wrong")

@@ -89,13 +89,19 @@ def sample_slots(
 
 
 def coverage(
-    loss_masks: Iterable[npt.NDArray[np.bool_]], *, rate: float, limit: int, block_size: int
+    loss_masks: Iterable[npt.NDArray[np.bool_]],
+    *,
+    rate: float,
+    limit: int,
+    keep_K: npt.NDArray[np.float32],
 ) -> float:
     """Return how often one pass scores a supervised token: the exact expectation, not a sample.
 
-    A valid anchor is drawn with probability E[n] / V and then scores every supervised token in the
-    `block_size - 1` places after it. 0.0 when there is no supervised token.
+    A valid anchor is drawn with probability E[n] / V and then scores the supervised token k places
+    after it with probability keep_K[k - 1] (all 1 unless slots are sampled). 0.0 when there is no
+    supervised token.
     """
+    slots_K = np.arange(1, len(keep_K) + 1)
     num_scorings, num_supervised = 0.0, 0
     for loss_mask_T in loss_masks:
         mask_T = np.asarray(loss_mask_T, dtype=bool)
@@ -106,8 +112,7 @@ def coverage(
         cap = min(len(valid_V), limit)
         whole, fraction = divmod(rate * len(valid_V), 1.0)
         expected = (1 - fraction) * min(cap, whole) + fraction * min(cap, whole + 1)
-        before_T = np.concatenate([[0], np.cumsum(mask_T)])  # supervised tokens before position t
-        block_end_V = np.minimum(valid_V + block_size, len(mask_T))
-        scored_V = before_T[block_end_V] - before_T[valid_V + 1]
-        num_scorings += expected / len(valid_V) * float(scored_V.sum())
+        padded = np.concatenate([mask_T, np.zeros(len(keep_K), bool)])
+        scored_K = padded[valid_V[:, None] + slots_K].sum(axis=0)
+        num_scorings += expected / len(valid_V) * float(scored_K @ keep_K)
     return num_scorings / num_supervised if num_supervised else 0.0

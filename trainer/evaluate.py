@@ -20,13 +20,13 @@ import torch
 from transformers import AutoTokenizer
 
 from hscache import files
+from hscache.device import DTYPES, choose_device
 from hscache.errors import CacheMismatchError, ConfigError
-from hscache.fingerprint import weights_sha256
-from hscache.pretrained import DTYPES, choose_device, load_model, load_pretrained
+from hscache.fingerprint import template_sha256, tokenizer_sha256, weights_sha256
+from hscache.pretrained import find_stop_ids, load_model, load_pretrained
 from hscache.progress import Progress, configure_logging
-from hscache.prompts import read_prompts
+from hscache.prompts import prompt_ids, read_prompts
 from hscache.reader import Cache, Document, open_cache
-from hscache.regenerate import find_stop_ids, prompt_ids
 from hscache.report import format_table
 from hscache.settings import to_dict
 from trainer.acceptance import Acceptance
@@ -137,6 +137,7 @@ def decode_prompts(
     # A cache never switches on trust_remote_code; hub models are pinned to the cache's revision.
     revision = cache.identity.states.revision or None
     tokenizer = load_pretrained(AutoTokenizer, path, revision=revision)
+    _require_tokenizer(tokenizer, path, cache)
     target = load_model(path, dtype=dtype, revision=revision).to(device).eval()
     _require_frozen(target, frozen, path, cache)
     stop_ids = find_stop_ids(target, tokenizer)
@@ -204,6 +205,19 @@ def _require_same_target(drafter: Drafter, cache: Cache, checkpoint: Path) -> No
             raise CacheMismatchError(
                 f"{checkpoint} was trained for {name} {getattr(config, name)}, and the cache "
                 f"{cache.path} has {getattr(states, name)}."
+            )
+
+
+def _require_tokenizer(tokenizer: Any, path: str, cache: Cache) -> None:
+    states = cache.identity.states
+    for what, found, expected in (
+        ("tokenizer", tokenizer_sha256(tokenizer), states.tokenizer_sha256),
+        ("chat template", template_sha256(tokenizer), states.template_sha256),
+    ):
+        if found != expected:
+            raise CacheMismatchError(
+                f"the {what} of {path} is not the one the cache {cache.path} was made with: the "
+                "drafter has never seen such prompts. Give the target's folder with --target."
             )
 
 

@@ -10,17 +10,21 @@ for bit on a CPU.
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
+import platform
 import shutil
 import signal
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 
-from hscache import files
-from hscache.errors import CacheMismatchError, ConfigError, StoppedBySignal
+from hscache import __version__, files
+from hscache.device import DTYPES, choose_device
+from hscache.errors import CacheMismatchError, ConfigError, HscacheError, StoppedBySignal
 from hscache.progress import Progress, configure_logging
 from hscache.report import format_table
 from hscache.settings import save_config, to_dict
@@ -31,7 +35,6 @@ from trainer.config import FitConfig
 from trainer.metrics import MetricsLog, Window
 from trainer.run_plan import RunPlan, describe, plan_run
 from trainer.training import (
-    DTYPES,
     Training,
     resume_training,
     save_training,
@@ -62,7 +65,7 @@ def fit(config: FitConfig) -> Path:
     Raises StoppedBySignal after a checkpoint when SIGTERM or Ctrl-C came, HscacheError when the
     loss is no longer finite.
     """
-    device = _device(config.device)
+    device = choose_device(config.device)
     checkpoint = _starting_point(config)
     if checkpoint is None:
         run = plan_run(config)
@@ -73,10 +76,17 @@ def fit(config: FitConfig) -> Path:
         training = resume_training(run, device, checkpoint, found)
         log.info("resuming %s at step %d", checkpoint, training.step)
     files.make_folder(config.run_dir)
-    _remove_leftovers(config.run_dir)
-    save_config(config, config.run_dir / "config.json")
-    print(describe(run))
-    return _train(run, training, device, checkpoint)
+    with files.only_writer(config.run_dir / "lock", str(config.run_dir)):
+        if _starting_point(config) != checkpoint:
+            raise CacheMismatchError(
+                f"another process wrote a checkpoint to {config.run_dir} while this one started. "
+                "Run the command again."
+            )
+        _remove_leftovers(config.run_dir)
+        save_config(config, config.run_dir / "config.json")
+        _save_environment(config.run_dir)
+        print(describe(run))
+        return _train(run, training, device, checkpoint)
 
 
 def _train(run: RunPlan, training: Training, device: torch.device, saved: Path | None) -> Path:
@@ -101,7 +111,8 @@ def _train(run: RunPlan, training: Training, device: torch.device, saved: Path |
     progress = Progress(run.total_tokens, unit="tokens", label="fit", initial=training.tokens)
     with stop_requested() as stop, metrics, loader, progress:
         shown: dict[str, float | str] = {}
-        for group in _groups(loader, config.global_batch_rows):
+        groups = _groups(loader, config.global_batch_rows)
+        while group := _next_group(groups, run, training, saved):
             training.update(group)
             if training.step % config.log_every == 0:
                 shown = _log(training, metrics, loader)
@@ -128,6 +139,19 @@ def _groups(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
     rows = iter(batches)
     while group := list(itertools.islice(rows, size)):
         yield group
+
+
+def _next_group(
+    groups: Iterator[list[Batch]], run: RunPlan, training: Training, saved: Path | None
+) -> list[Batch] | None:
+    """Return the next rows, None at the end; if they cannot be read, save before giving up."""
+    try:
+        return next(groups, None)
+    except (HscacheError, OSError):
+        if training.step and (saved is None or saved.name != f"checkpoint-{training.step}"):
+            log.error("the next rows cannot be read; saving step %d first", training.step)
+            save_training(run, training)
+        raise
 
 
 def _log(training: Training, metrics: MetricsLog, loader: Loader) -> dict[str, float | str]:
@@ -160,20 +184,26 @@ def _starting_point(config: FitConfig) -> Path | None:
     return checkpoints[-1] if checkpoints else None
 
 
+def _save_environment(run_dir: Path) -> None:
+    """Record what a rerun would need to be the same; a CPU run also needs as many threads."""
+    record = {
+        "hscache": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "machine": f"{platform.machine()} {platform.node()}",
+        "command": sys.argv,
+    }
+    data = json.dumps(record, indent=2).encode() + b"\n"
+    files.replace_atomically(run_dir / "env.json", data)
+
+
 def _remove_leftovers(run_dir: Path) -> None:
     for path in run_dir.glob(f"{files.TEMPORARY_PREFIX}*"):
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def _device(name: str) -> torch.device:
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError("device is cuda, and torch sees no CUDA device; use --device cpu.")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def _summary(run: RunPlan, training: Training, saved: Path, rate: float) -> str:

@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 
 from hscache.errors import CacheMismatchError, ConfigError, ShardCorruptError
+from hscache.fingerprint import config_sha256
 from hscache.layout import frozen_weights, target_config_file
 from hscache.reader import Cache
 from trainer.config import DrafterConfig, DrafterShape
@@ -86,8 +87,22 @@ def initial_norm(frozen: FrozenTarget) -> torch.Tensor:
 
 
 def target_config(cache: Cache) -> dict[str, Any]:
-    """Return the target's text config as it was when the cache was made."""
-    return json.loads(target_config_file(cache.path).read_bytes())
+    """Return the target's text config as it was when the cache was made.
+
+    Raises ShardCorruptError when it is not the one that the cache's identity names.
+    """
+    path = target_config_file(cache.path)
+    try:
+        config = json.loads(path.read_bytes())
+        same = config_sha256(config) == cache.identity.states.config_sha256
+    except (OSError, ValueError, AttributeError):
+        same = False
+    if not same:
+        raise ShardCorruptError(
+            f"{path} is missing, damaged or replaced: it does not have the hash that the cache's "
+            "identity names. Delete frozen/ and run `hscache produce` again."
+        )
+    return config
 
 
 def drafter_config(shape: DrafterShape, cache: Cache) -> DrafterConfig:

@@ -10,6 +10,8 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import numpy as np
+
 from hscache.errors import CacheIncompleteError, ConfigError
 from hscache.reader import Cache, open_cache
 from hscache.report import format_table
@@ -17,6 +19,7 @@ from trainer.anchors import coverage
 from trainer.batches import RowSettings
 from trainer.config import DrafterConfig, FitConfig, num_parameters
 from trainer.frozen import drafter_config
+from trainer.rows import decayed_weights
 from trainer.schedule import AnchorRule, Schedule, anchor_rule, expected_tokens
 
 log = logging.getLogger(__name__)
@@ -75,6 +78,7 @@ def plan_run(config: FitConfig, *, recorded_shards: Collection[int] | None = Non
         seed=config.seed,
     )
     sample = rows[:: max(1, len(rows) // _COVERAGE_SAMPLE)]
+    weights_K = decayed_weights(drafter.block_size, gamma)
     return RunPlan(
         config=config,
         cache=cache,
@@ -93,7 +97,7 @@ def plan_run(config: FitConfig, *, recorded_shards: Collection[int] | None = Non
             (plan.loss_mask(row) != 0 for row in sample),
             rate=rule.rate,
             limit=rule.limit,
-            block_size=drafter.block_size,
+            keep_K=weights_K if config.loss.sample_slots else np.ones_like(weights_K),
         ),
     )
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hscache.device import DTYPES
 from hscache.settings import to_dict
 from trainer.batches import Batch
 from trainer.checkpoint import TrainerState, require_same_run, restore, save_checkpoint
@@ -26,7 +27,6 @@ from trainer.optim import clip_gradients, learning_rate, make_optimizers
 from trainer.run_plan import RunPlan
 from trainer.schedule import Position
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _SETTINGS = ("optim", "row_tokens", "anchors_per_row", "global_batch_rows", "seed", "dtype")
 """Settings that decide the result; others may change on resume."""
 
