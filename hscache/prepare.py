@@ -14,7 +14,7 @@ import numpy as np
 from hscache import files, fingerprint, layout
 from hscache.config import ProduceConfig
 from hscache.documents import Corpus, load_corpus
-from hscache.errors import CacheMismatchError, HscacheError
+from hscache.errors import CacheMismatchError, ConfigError, HscacheError
 from hscache.manifest import (
     ContentIdentity,
     EncodingIdentity,
@@ -49,6 +49,7 @@ def prepare(config: ProduceConfig, target: Target) -> Cache:
     """Write plan, frozen weights and identity, or check them against an existing cache."""
     cache_dir = config.shard_dir
     corpus = load_corpus(config.data, target.tokenizer, config.store.seed)
+    _require_context(corpus, target)
     shards = deal_into_shards(corpus.documents, config.store.shard_tokens, config.store.seed)
     frozen = target.frozen.to_bytes()
     identity = _identity(config, target, corpus, shards, frozen)
@@ -70,6 +71,17 @@ def prepare(config: ProduceConfig, target: Target) -> Cache:
     cache = open_cache(cache_dir)
     require_same_identity(cache.identity, identity, cache_dir)
     return cache
+
+
+def _require_context(corpus: Corpus, target: Target) -> None:
+    longest = max(len(document.ids_T) for document in corpus.documents)
+    context = target.full_config.get("max_position_embeddings")
+    if context is not None and longest > int(context):
+        raise ConfigError(
+            f"the longest document has {longest} tokens, and the target was made for {context} "
+            f"(max_position_embeddings): what it says beyond is noise. Set data.max_tokens to at "
+            f"most {context}."
+        )
 
 
 def _write_frozen(cache_dir: Path, frozen: bytes, target: Target) -> None:
@@ -100,6 +112,10 @@ def _require_same_start(cache_dir: Path, shards: list[list[int]], identity: Iden
             )
 
 
+def _absolute(path: str) -> str:
+    return str(Path(path).resolve()) if Path(path).is_dir() else path
+
+
 def _identity(
     config: ProduceConfig,
     target: Target,
@@ -107,11 +123,10 @@ def _identity(
     shards: list[list[int]],
     frozen: bytes,
 ) -> Identity:
-    documents = corpus.documents
-    ordered = [documents[i] for shard in shards for i in shard]
     return Identity(
         states=StatesIdentity(
-            target=config.target.path,
+            # A folder by its whole path: the trainer may start elsewhere.
+            target=_absolute(config.target.path),
             revision=target.revision,
             config_sha256=fingerprint.config_sha256(target.full_config),
             weights_sha256=fingerprint.weights_sha256(config.target.path),
@@ -125,16 +140,30 @@ def _identity(
             dtype=config.target.dtype,
             trust_remote_code=config.target.trust_remote_code,
         ),
-        content=ContentIdentity(
-            corpus_sha256=corpus_sha256(ordered),
-            seed=config.store.seed,
-            max_tokens=config.data.max_tokens,
-            over_long=config.data.over_long,
-            shard_tokens=config.store.shard_tokens,
-            num_documents=len(ordered),
-            num_tokens=sum(len(d.ids_T) for d in ordered),
-            num_held_out_shards=sum(documents[shard[0]].held_out for shard in shards),
-            num_shards=len(shards),
-        ),
-        encoding=EncodingIdentity(codec=config.store.codec),
+        content=content_identity(config, corpus, shards),
+        encoding=encoding_identity(config),
     )
+
+
+def content_identity(
+    config: ProduceConfig, corpus: Corpus, shards: list[list[int]]
+) -> ContentIdentity:
+    """Return which tokens a cache of this corpus holds, and how they are dealt."""
+    documents = corpus.documents
+    ordered = [documents[i] for shard in shards for i in shard]
+    return ContentIdentity(
+        corpus_sha256=corpus_sha256(ordered),
+        seed=config.store.seed,
+        max_tokens=config.data.max_tokens,
+        over_long=config.data.over_long,
+        shard_tokens=config.store.shard_tokens,
+        num_documents=len(ordered),
+        num_tokens=sum(len(d.ids_T) for d in ordered),
+        num_held_out_shards=sum(documents[shard[0]].held_out for shard in shards),
+        num_shards=len(shards),
+    )
+
+
+def encoding_identity(config: ProduceConfig) -> EncodingIdentity:
+    """Return how the states are written."""
+    return EncodingIdentity(codec=config.store.codec)

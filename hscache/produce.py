@@ -7,10 +7,11 @@ any instant it continues where it was; several processes may work on one cache.
     hscache produce --config configs/demo-produce.yaml --shard-dir /nvme/cache
 """
 
+import dataclasses
 import logging
 import platform
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +23,16 @@ import torch
 from hscache import __version__, files, layout, producers
 from hscache.config import ProduceConfig
 from hscache.content import ContentCheck
-from hscache.documents import load_corpus
+from hscache.device import choose_device
+from hscache.documents import Corpus, load_corpus
 from hscache.errors import HscacheError, ShardCorruptError
+from hscache.manifest import require_same_identity
 from hscache.plan import Plan, deal_into_shards
 from hscache.planes import ARRAYS
-from hscache.prepare import make_cache_folder, prepare
+from hscache.prepare import content_identity, encoding_identity, make_cache_folder, prepare
 from hscache.pretrained import check_layer_ids, library_versions, load_config, load_tokenizer
 from hscache.progress import Progress, configure_logging
-from hscache.reader import Cache
+from hscache.reader import Cache, open_cache
 from hscache.report import format_table
 from hscache.settings import to_dict
 from hscache.signals import raise_on_stop
@@ -49,13 +52,13 @@ def run(config: ProduceConfig, *, dry_run: bool = False) -> int:
     if dry_run:
         print(describe_plan(config))
         return 0
-    with raise_on_stop():
-        produce(config)
+    with raise_on_stop() as raise_if_stopped:
+        produce(config, raise_if_stopped)
     return 0
 
 
-def produce(config: ProduceConfig) -> Cache:
-    """Fill the cache in `config.shard_dir` and return it, complete.
+def produce(config: ProduceConfig, poll: Callable[[], None] = lambda: None) -> Cache:
+    """Fill the cache in `config.shard_dir` and return it, complete; `poll` is called per pack.
 
     Raises CacheMismatchError with a diff when the folder holds another cache, DiskFullError,
     DataError on unusable input, HscacheError when too many documents gave unusable states.
@@ -68,7 +71,7 @@ def produce(config: ProduceConfig) -> Cache:
         target = Target(config.target)
         cache = prepare(config, target)
         started = time.monotonic()
-        made = _fill(cache, target, producer, config)
+        made = _fill(cache, target, producer, config, poll)
     seconds = time.monotonic() - started
     print(_summary(cache, made, seconds))
     return cache
@@ -108,7 +111,11 @@ def _quarantined(cache: Cache, shards: Iterable[int]) -> Iterator[int]:
 
 
 def _fill(
-    cache: Cache, target: Target, producer: producers.Producer, config: ProduceConfig
+    cache: Cache,
+    target: Target,
+    producer: producers.Producer,
+    config: ProduceConfig,
+    poll: Callable[[], None],
 ) -> _Made:
     plan = cache.plan
     _require_whole_shards(cache.path)
@@ -129,12 +136,13 @@ def _fill(
             if shard is None:
                 if len(cache.published_shards()) == plan.num_shards:
                     return made
+                poll()
                 if not waiting:
-                    log.info("waiting for the shards that other producers are making")
+                    log.info("waiting for other producers: %s", producer.claims_of_others())
                 waiting = True
                 time.sleep(_WAIT_S)  # if one of them dies, its shard will be ours
                 continue
-            _make_shard(cache, target, shard, config, pool, progress, made)
+            _make_shard(cache, target, shard, config, pool, progress, made, poll)
             producer.report(tokens=made.tokens, shards=made.shards)
 
 
@@ -146,12 +154,14 @@ def _make_shard(
     pool: ThreadPoolExecutor,
     progress: Progress,
     made: _Made,
+    poll: Callable[[], None],
 ) -> None:
     plan, started = cache.plan, time.monotonic()
     packs = cut_packs(plan, shard, config.token_budget)
     check = ContentCheck()
     with ShardWriter(cache.path, shard, cache.identity, pool) as writer:
         for pack in packs:
+            poll()
             ids_T = np.concatenate([plan.input_ids(document) for document in pack])
             lengths = [int(plan.lengths[document]) for document in pack]
             offsets = np.concatenate([[0], np.cumsum(lengths)]).tolist()
@@ -246,13 +256,24 @@ def _summary(cache: Cache, made: _Made, seconds: float) -> str:
     return format_table(["produced", str(cache.path)], rows)
 
 
+def _require_same_content(config: ProduceConfig, corpus: Corpus, shards: list[list[int]]) -> None:
+    """Refuse, as the run would, to continue a cache of other tokens or another encoding."""
+    found = open_cache(config.shard_dir).identity
+    content = content_identity(config, corpus, shards)
+    expected = dataclasses.replace(found, content=content, encoding=encoding_identity(config))
+    require_same_identity(found, expected, config.shard_dir)
+
+
 def describe_plan(config: ProduceConfig) -> str:
     """Return what a run would take and write, without loading the target's weights."""
+    choose_device(config.target.device)
     model, _ = load_config(config.target)
     layer_ids = check_layer_ids(config.target, int(model.num_hidden_layers))
     corpus = load_corpus(config.data, load_tokenizer(config.target), config.store.seed)
     tokens = sum(len(d.ids_T) for d in corpus.documents)
     shards = deal_into_shards(corpus.documents, config.store.shard_tokens, config.store.seed)
+    if layout.root_file(config.shard_dir).is_file():
+        _require_same_content(config, corpus, shards)
     token_bytes = len(layer_ids) * int(model.hidden_size) * 2
     folder = config.shard_dir
     rows = [[key, f"{value:,}"] for key, value in corpus.report.items()]

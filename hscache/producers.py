@@ -68,13 +68,18 @@ class Producer:
         """Publish progress figures with the heartbeat."""
         self._update(**figures)
 
+    def claims_of_others(self) -> str:
+        """Say which shards are in whose hands."""
+        claims = sorted(self._live_claims().items())
+        return ", ".join(f"shard {shard} ({name})" for shard, name in claims)
+
     def _live_claims(self) -> dict[int, str]:
         claims = {}
         for path in layout.producers_dir(self._cache_dir).glob("*.json"):
             if path.name == self._path.name:
                 continue
             record = read_record(path)
-            if record is not None and record.get("claim") is not None and is_alive(path, record):
+            if record is not None and record.get("claim") is not None and is_working(path, record):
                 claims[int(record["claim"])] = path.name
         return claims
 
@@ -109,11 +114,24 @@ def read_record(path: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
+def is_working(path: Path, record: dict[str, Any]) -> bool:
+    """Tell whether a claim still counts: its owner lives and has beaten lately.
+
+    A process that is stopped, or stuck, keeps its pid; its shard is made by another meanwhile, and
+    the rename decides if it ever wakes.
+    """
+    return is_alive(path, record) and _is_fresh(path)
+
+
 def is_alive(path: Path, record: dict[str, Any]) -> bool:
-    """Tell whether the process behind a heartbeat is at work."""
+    """Tell whether the process behind a heartbeat exists; on another host, has beaten lately."""
     owner, here = record.get("owner", {}), _this_process()
     if all(owner.get(key) == here[key] for key in ("host", "boot", "pid_namespace")):
         return _start_ticks(int(owner.get("pid", -1))) == owner.get("start_ticks")
+    return _is_fresh(path)
+
+
+def _is_fresh(path: Path) -> bool:
     try:
         return _now_s(path.parent) - path.stat().st_mtime < STALE_S
     except FileNotFoundError:

@@ -197,7 +197,10 @@ def output_row(
     """Return the conversation with its answer, as it is written; special tokens are left out of the
     text."""
     text_ids = answer.ids[:-1] if answer.ids[-1] in stop_ids else answer.ids
-    content = tokenizer.decode(text_ids, skip_special_tokens=True)
+    content = str(tokenizer.decode(text_ids, skip_special_tokens=True))
+    if answer.finish_reason == "length":
+        # A cut inside a character leaves half of its bytes, which the target never meant to say.
+        content = content.rstrip("\N{REPLACEMENT CHARACTER}")
     return {
         "id": prompt.id,
         "messages": [*prompt.messages, {"role": "assistant", "content": content}],

@@ -61,7 +61,7 @@ def read_jsonl(
 def _parse(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         reason = error.msg if isinstance(error, json.JSONDecodeError) else error
         raise DataError(
@@ -97,7 +97,7 @@ def _check_messages(row: dict[str, Any], where: str) -> None:
                 "Content parts, images and tool calls are not supported; write text, or delete "
                 "the row."
             )
-        if not _is_unicode(content):
+        if not _is_unicode(content + message["role"]):
             raise DataError(
                 f"{where}: {of} holds half a surrogate pair, which is no text. Mend or delete the "
                 "row."

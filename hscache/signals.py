@@ -24,16 +24,28 @@ def stop_requested() -> Iterator[Callable[[], int | None]]:
 
 
 @contextlib.contextmanager
-def raise_on_stop() -> Iterator[None]:
-    """Raise StoppedBySignal in the main thread when a signal comes; `finally` blocks clean up."""
+def raise_on_stop() -> Iterator[Callable[[], None]]:
+    """Raise StoppedBySignal in the main thread when a signal comes; `finally` blocks clean up.
+
+    Yields a function that raises it again: some library may have swallowed the first one in a
+    broad `except`, so long work calls it now and then.
+    """
+    received: list[int] = []
+
+    def raise_if_stopped() -> None:
+        if received:
+            name = signal.Signals(received[0]).name
+            raise StoppedBySignal(
+                f"stopped by {name}; what was published stays.", signum=received[0]
+            )
 
     def stop(signum: int, frame: FrameType | None) -> None:
         signal.signal(signum, signal.SIG_DFL)
-        name = signal.Signals(signum).name
-        raise StoppedBySignal(f"stopped by {name}; what was published stays.", signum=signum)
+        received.append(signum)
+        raise_if_stopped()
 
     with _handlers(stop):
-        yield
+        yield raise_if_stopped
 
 
 @contextlib.contextmanager

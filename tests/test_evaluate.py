@@ -14,7 +14,9 @@ from hscache import config as hs
 from hscache.errors import CacheMismatchError, ConfigError
 from hscache.produce import produce
 from hscache.reader import open_cache
+from hscache.zarr_array import canonical_json, checksum_hex
 from trainer import cli
+from trainer.checkpoint import STATE, list_checkpoints
 from trainer.config import EvalConfig
 from trainer.evaluate import _require_frozen, run
 from trainer.fit import fit
@@ -177,3 +179,48 @@ def test_command_line_runs(trained, capsys):
     flags[1] = trained / "nowhere"
     assert cli.main(["eval", *map(str, flags)]) == 2
     assert "neither a checkpoint" in capsys.readouterr().err
+
+
+def test_a_cache_of_other_states_is_refused_and_other_documents_are_said(trained, tmp_path, caplog):
+    checkpoint = list_checkpoints(trained / "run")[-1]
+    copy = shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    sealed = json.loads((copy / STATE).read_text())
+
+    def store(part, name, value):
+        record = json.loads(json.dumps({k: v for k, v in sealed.items() if k != "crc32c"}))
+        record["cache"][part][name] = value
+        seal = {**record, "crc32c": checksum_hex(canonical_json(record))}
+        (copy / STATE).write_bytes(canonical_json(seal))
+
+    store("states", "weights_sha256", "0" * 64)
+    with pytest.raises(CacheMismatchError, match="weights_sha256: trained on '0000"):
+        run(config_of(trained, checkpoint=copy))
+    store("content", "corpus_sha256", "0" * 64)
+    assert run(config_of(trained, checkpoint=copy, prompts=(), tables=False)) == 0
+    assert "may have been trained on" in caplog.text
+    (copy / STATE).unlink()
+    assert run(config_of(trained, checkpoint=copy, prompts=(), tables=False)) == 0
+    assert "does not say which cache" in caplog.text
+
+
+def test_a_target_with_the_same_weights_and_another_config_or_template_is_refused(
+    trained, llama_dir, tmp_path
+):
+    folder = shutil.copytree(llama_dir, tmp_path / "target")
+
+    def change(name, edit, what):
+        path = folder / name
+        original = path.read_text()
+        path.write_text(edit(original))
+        with pytest.raises(CacheMismatchError, match=what):
+            run(config_of(trained, target=str(folder), tables=False))
+        path.write_text(original)
+
+    def other(**values):
+        return lambda text: json.dumps({**json.loads(text), **values})
+
+    change("config.json", other(rms_norm_eps=0.01), "the config of")
+    change("chat_template.jinja", lambda text: text + "{# another #}", "the chat template of")
+    cut = {"direction": "Right", "max_length": 99, "strategy": "LongestFirst", "stride": 0}
+    change("tokenizer.json", other(truncation=cut), "the tokenizer of")
+    assert run(config_of(trained, target=str(folder), tables=False)) == 0

@@ -7,7 +7,15 @@ import torch
 from safetensors.torch import load_file
 from trainer_cache import documents, fit_config, make_cache, metrics_of, random_bits, small_disk
 
-from hscache.errors import ConfigError, DiskFullError, HscacheError
+from hscache import files
+from hscache.errors import (
+    CacheMismatchError,
+    ConfigError,
+    DiskFullError,
+    HscacheError,
+    ShardCorruptError,
+)
+from hscache.layout import list_shards, shard_dir, target_config_file
 from hscache.settings import parse, to_dict
 from trainer import cli
 from trainer.checkpoint import list_checkpoints, read_state
@@ -156,3 +164,53 @@ def test_command_line_explains_a_refusal(cache, tmp_path, capsys):
     assert cli.main(["fit", "--config", str(file), "--optim.lr", "0"]) == 2
     assert cli.main(["fit", "--config", str(file), "--seed=-1"]) == 2
     assert cli.main(["fit", "--config", str(file), "--dry-run"]) == 0
+
+
+def test_a_run_folder_has_one_writer(cache, tmp_path):
+    run_dir = tmp_path / "run"
+    fit(fit_config(cache, run_dir))
+    before = {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file()}
+    with (
+        files.only_writer(run_dir / "lock", "a test"),
+        pytest.raises(ConfigError, match="another process is writing"),
+    ):
+        fit(fit_config(cache, run_dir, resume=True))
+    assert {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file()} == before
+
+
+def test_rows_that_cannot_be_read_save_the_steps_before_them(tmp_path):
+    folder = make_cache(tmp_path / "c", CORPUS)
+    last = list_shards(folder)[-1]
+    damaged = shard_dir(folder, last) / "exponent" / "c.0.0.0"
+    data = bytearray(damaged.read_bytes())
+    data[100] ^= 1
+    damaged.write_bytes(bytes(data))
+    run_dir = tmp_path / "run"
+    with pytest.raises(ShardCorruptError, match="exponent"):
+        fit(fit_config(folder, run_dir, global_batch_rows=1, checkpoint_every=1000))
+    state = read_state(list_checkpoints(run_dir)[-1])
+    assert state.step > 1
+    data[100] ^= 1
+    damaged.write_bytes(bytes(data))
+    resumed = fit(fit_config(folder, run_dir, global_batch_rows=1, resume=True))
+    straight = fit(fit_config(folder, tmp_path / "straight", global_batch_rows=1))
+    assert (resumed / "model.safetensors").read_bytes() == (
+        straight / "model.safetensors"
+    ).read_bytes()
+
+
+def test_a_changed_target_config_is_noticed(tmp_path):
+    folder = make_cache(tmp_path / "c", CORPUS)
+    path = target_config_file(folder)
+    path.write_text(path.read_text().replace("10000.0", "70000.0"))
+    with pytest.raises(ShardCorruptError, match="does not have the hash"):
+        fit(fit_config(folder, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_dry_run_refuses_what_the_run_would_refuse(cache, tmp_path, capsys):
+    fit(fit_config(cache, tmp_path / "run"))
+    with pytest.raises(CacheMismatchError, match="already holds"):
+        run(fit_config(cache, tmp_path / "run"), dry_run=True)
+    assert run(fit_config(cache, tmp_path / "run", resume=True), dry_run=True) == 0
+    assert "would resume" in capsys.readouterr().out

@@ -117,3 +117,11 @@ def test_first_step_that_is_not_finite_is_named(loss, norm):
     add(window, 9, float("nan"))
     with pytest.raises(HscacheError, match="not finite at step 8"):
         window.read()
+
+
+def test_a_damaged_line_is_dropped_and_stops_nobody(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "a": 1}\n{"st\x00ep": 2\n[3]\n{"step": 4, "a": 4}\n')
+    with MetricsLog(tmp_path, after_step=4, log_with="none", config={}) as metrics:
+        metrics.log(5, a=5.0)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 4, 5]

@@ -469,3 +469,25 @@ def test_bad_settings_exit_with_their_code(
 ):
     assert run_here(tmp_path / "cache", llama_dir, corpus_file, **settings) == code
     assert complaint in capsys.readouterr().err
+
+
+def test_documents_beyond_the_targets_context_are_refused(llama_dir, tmp_path, capsys):
+    folder = shutil.copytree(llama_dir, tmp_path / "short")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 20}))
+    corpus = write_jsonl(tmp_path / "rows.jsonl", [conversation("alpha?", "beta " * 30)])
+    assert run_here(tmp_path / "cache", folder, corpus) == 2
+    error = capsys.readouterr().err
+    assert "target was made for 20" in error
+    assert "data.max_tokens" in error
+
+
+def test_dry_run_refuses_to_continue_a_cache_of_other_documents(
+    llama_dir, corpus_file, tmp_path, capsys
+):
+    folder = tmp_path / "cache"
+    assert run_here(folder, llama_dir, corpus_file) == 0
+    assert cli.main([*command(folder, llama_dir, corpus_file)[3:], "--dry-run"]) == 0
+    changed = command(folder, llama_dir, corpus_file, store__shard_tokens="300")[3:]
+    assert cli.main([*changed, "--dry-run"]) == 1
+    assert "content.shard_tokens: the cache has 200, this run 300" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -181,3 +182,25 @@ def test_a_link_among_the_leftovers_is_removed_and_not_followed(cache_dir, tmp_p
     clean_leftovers(cache_dir)
     assert not link.is_symlink()
     assert (precious / "data").read_text() == "keep"
+
+
+def test_the_claim_of_a_stopped_process_is_taken_over_but_its_files_are_not(cache_dir):
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        other = neighbour(cache_dir, claim=0)
+        record = read_record(other)
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        record["owner"].update(pid=process.pid, start_ticks=int(fields[19]))
+        other.write_text(json.dumps(record))
+        with Producer(cache_dir) as producer:
+            assert producer.claim_next(1) is None
+            assert "shard 0" in producer.claims_of_others()
+            process.send_signal(signal.SIGSTOP)
+            long_ago = time.time() - STALE_S - 1
+            os.utime(other, (long_ago, long_ago))
+            assert producer.claim_next(1) == 0
+            clean_leftovers(cache_dir)
+            assert other.exists()  # it may wake up; the rename then decides
+    finally:
+        process.kill()
+        process.wait()

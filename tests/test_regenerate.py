@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hscache.config import RegenerateConfig
 from hscache.errors import CacheMismatchError, ConfigError, DataError, StoppedBySignal
-from hscache.prompts import read_prompts
-from hscache.regenerate import regenerate, run
+from hscache.prompts import Prompt, read_prompts
+from hscache.regenerate import output_row, regenerate, run
 
 CHATML = (
     "{% for m in messages %}"
@@ -313,3 +314,16 @@ def test_missing_prompts_file_is_a_data_error(tmp_path):
 def test_impossible_settings_are_config_errors(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):
         RegenerateConfig(**{"target": "t", "prompts": ("p",), "output": Path("o"), **bad})
+
+
+def test_half_a_character_at_the_cut_is_left_out():
+    class Bytes:
+        def decode(self, ids, skip_special_tokens):
+            return bytes(ids).decode(errors="replace")
+
+    prompt = Prompt(id=1, messages=user("w1"))
+    cut = list("so \N{PARTY POPPER}".encode())[:-1]
+    for reason, expected in (("length", "so "), ("stop", "so \N{REPLACEMENT CHARACTER}")):
+        answer = SimpleNamespace(ids=cut, finish_reason=reason)
+        row = output_row(prompt, answer, Bytes(), {255}, 0.0)
+        assert row["messages"][-1]["content"] == expected

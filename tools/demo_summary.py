@@ -10,7 +10,6 @@ from pathlib import Path
 import hscache
 from hscache.report import format_seconds, format_table
 
-
 BAR = 1.05
 
 

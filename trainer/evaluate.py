@@ -10,6 +10,7 @@ same training text beside the drafter.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from hscache import files
 from hscache.device import DTYPES, choose_device
 from hscache.errors import CacheMismatchError, ConfigError
-from hscache.fingerprint import template_sha256, tokenizer_sha256, weights_sha256
+from hscache.fingerprint import (
+    config_sha256,
+    template_sha256,
+    tokenizer_sha256,
+    weights_sha256,
+)
 from hscache.pretrained import find_stop_ids, load_model, load_pretrained
 from hscache.progress import Progress, configure_logging
 from hscache.prompts import prompt_ids, read_prompts
@@ -30,7 +36,7 @@ from hscache.reader import Cache, Document, open_cache
 from hscache.report import format_table
 from hscache.settings import to_dict
 from trainer.acceptance import Acceptance
-from trainer.checkpoint import load_drafter, resolve_checkpoint
+from trainer.checkpoint import STATE, load_drafter, read_state, resolve_checkpoint
 from trainer.config import EvalConfig
 from trainer.decode import compare_with_greedy, plain_greedy, speculative_decode
 from trainer.drafter import Drafter
@@ -38,6 +44,8 @@ from trainer.estimate import estimate_acceptance
 from trainer.frozen import FrozenTarget, load_frozen
 from trainer.proposer import DrafterProposer
 from trainer.tables import NGramTable, PromptLookup, TableDrafter, evaluate_table
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,9 @@ def run(config: EvalConfig, *, dry_run: bool = False) -> int:
     checkpoint = resolve_checkpoint(config.checkpoint)
     drafter = load_drafter(checkpoint)
     _require_same_target(drafter, cache, checkpoint)
+    _compare_with_training(checkpoint, cache)
+    if config.json is not None and config.json.is_dir():
+        raise ConfigError(f"--json {config.json} is a folder; give a file to write.")
     documents = _held_out_documents(cache)
     if not documents and not config.prompts:
         raise ConfigError(
@@ -136,6 +147,7 @@ def decode_prompts(
     dtype = DTYPES[config.dtype]
     # A cache never switches on trust_remote_code; hub models are pinned to the cache's revision.
     revision = cache.identity.states.revision or None
+    _require_config(path, revision, cache)
     tokenizer = load_pretrained(AutoTokenizer, path, revision=revision)
     _require_tokenizer(tokenizer, path, cache)
     target = load_model(path, dtype=dtype, revision=revision).to(device).eval()
@@ -206,6 +218,45 @@ def _require_same_target(drafter: Drafter, cache: Cache, checkpoint: Path) -> No
                 f"{checkpoint} was trained for {name} {getattr(config, name)}, and the cache "
                 f"{cache.path} has {getattr(states, name)}."
             )
+
+
+def _compare_with_training(checkpoint: Path, cache: Cache) -> None:
+    """Refuse states the drafter was not trained on; say so if the documents are others.
+
+    A published drafter has no trainer state: then only its config can be checked.
+    """
+    if not (checkpoint / STATE).is_file():
+        log.warning("%s does not say which cache it was trained on; not checked", checkpoint)
+        return
+    trained, here = read_state(checkpoint).cache, to_dict(cache.identity)
+    lines = [
+        f"  {name}: trained on {trained['states'].get(name)!r}, this cache has {value!r}"
+        for name, value in here["states"].items()
+        if trained["states"].get(name) != value and name != "target"
+    ]
+    if lines:
+        raise CacheMismatchError(
+            f"{checkpoint} was trained on other hidden states than {cache.path} holds:\n"
+            + "\n".join(lines)
+            + "\nEvaluate it on the cache it was trained on, or on one of the same states."
+        )
+    if trained["content"] != here["content"]:
+        log.warning(
+            "%s was trained on another corpus than %s: what is held out here may have been "
+            "trained on",
+            checkpoint,
+            cache.path,
+        )
+
+
+def _require_config(path: str, revision: str | None, cache: Cache) -> None:
+    config = load_pretrained(AutoConfig, path, revision=revision).get_text_config()
+    found = config_sha256(json.loads(config.to_json_string(use_diff=False)))
+    if found != cache.identity.states.config_sha256:
+        raise CacheMismatchError(
+            f"the config of {path} is not that of the target of {cache.path}; the same weights "
+            "under another config are another model. Give the target's folder with --target."
+        )
 
 
 def _require_tokenizer(tokenizer: Any, path: str, cache: Cache) -> None:

@@ -53,6 +53,10 @@ def run(config: FitConfig, *, dry_run: bool = False) -> int:
             "yet. Start one process without torchrun."
         )
     if dry_run:
+        choose_device(config.device)
+        checkpoint = _starting_point(config)
+        if checkpoint is not None:
+            print(f"would resume {checkpoint} at step {read_state(checkpoint).step:,}")
         print(describe(plan_run(config)))
         return 0
     fit(config)

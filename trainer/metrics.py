@@ -138,7 +138,7 @@ class MetricsLog:
         self._accelerator: Any = None
 
     def __enter__(self) -> MetricsLog:
-        kept = [line for line in _lines(self.path) if json.loads(line)["step"] <= self._after_step]
+        kept = [line for line in _lines(self.path) if _step(line) <= self._after_step]
         files.replace_atomically(self.path, "".join(kept).encode())
         # Unbuffered: after a full disk there is nothing left that closing would try to write again.
         self._file = self.path.open("ab", buffering=0)
@@ -170,6 +170,14 @@ class MetricsLog:
         if self._accelerator is not None:
             numbers = {k: v for k, v in values.items() if v is not None}
             self._accelerator.log(numbers, step=step)
+
+
+def _step(line: str) -> float:
+    """Return a line's step; a line that was damaged is dropped, for metrics can be spared."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return float("inf")
 
 
 def _lines(path: Path) -> list[str]:
