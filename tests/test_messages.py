@@ -184,7 +184,7 @@ CASES = [
     (trainer, f"{EVAL} --checkpoint folder", 2, ["folder is neither a checkpoint", "run folder"]),
     (trainer, f"{EVAL} --checkpoint tiny", 2, ["tiny/config.json", "DFlash config"]),
     (trainer, f"{EVAL} --prompts parts.jsonl --dry-run", 1, ["parts.jsonl, line 1", "not text"]),
-    (trainer, f"{EVAL} --prompts prompts.jsonl --target wider", 2, ["wider"]),
+    (trainer, f"{EVAL} --prompts prompts.jsonl --target wider", 1, ["the config of wider"]),
 ]
 
 
