@@ -40,7 +40,7 @@ def summary(out: Path, total_s: int) -> str:
             "text equals greedy decoding",
             f"{figures['identical_to_greedy']} of {figures['num_prompts']} prompts",
         ],
-        *([f"{stage}", format_seconds(spent)] for stage, spent in seconds.items()),
+        *([stage, format_seconds(spent) if spent else "< 1 s"] for stage, spent in seconds.items()),
         ["all of it", format_seconds(total_s)],
     ]
     return format_table(["demo", "result"], rows)
