@@ -6,7 +6,6 @@ rows. Held-out documents fill the first shards and share none with training.
 """
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hscache import files
-from hscache.layout import FLAT_CHUNK, PLAN_ARRAYS, plan_dir
+from hscache.layout import PLAN_ARRAYS, plan_dir
 from hscache.manifest import SCHEMA_VERSION, encode_group, read_group
 from hscache.zarr_array import ArrayRecord, ZarrArrayReader, ZarrArrayWriter
 
@@ -185,11 +184,6 @@ class Plan:
     def loss_mask(self, document: int) -> npt.NDArray[np.uint8]:
         """Return a document's loss mask, uint8 [T]."""
         return self._loss_mask.read(*self._span(document))
-
-    def iterate_tokens(self) -> Iterator[npt.NDArray[np.int32]]:
-        """Yield all token ids in pieces; for whole-corpus statistics."""
-        for start in range(0, self.num_tokens, FLAT_CHUNK):
-            yield self._tokens.read(start, min(start + FLAT_CHUNK, self.num_tokens))
 
     def _span(self, document: int) -> tuple[int, int]:
         return int(self.offsets[document]), int(self.offsets[document + 1])

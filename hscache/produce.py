@@ -243,7 +243,9 @@ def _summary(cache: Cache, made: _Made, seconds: float) -> str:
     raw = sum(m.raw_bytes for m in shards)
     stored = sum(m.stored_bytes for m in shards)
     rate = made.tokens / seconds if seconds else 0.0
-    rows = [[key, f"{value:,}"] for key, value in cache.plan.manifest.report.items()]
+    report = cache.plan.manifest.report
+    names = sorted(report, key=lambda name: (name != "rows in", name))
+    rows = [[name, f"{report[name]:,}"] for name in names]
     rows += [
         ["shards", f"{len(shards)} ({made.shards} by this run)"],
         ["documents", f"{sum(m.num_documents for m in shards):,}"],

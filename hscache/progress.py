@@ -106,11 +106,6 @@ class Progress:
         elif self._enabled and self._clock() - self._reported_s >= self._interval_s:
             self._report()
 
-    def note(self, text: str) -> None:
-        """Say something about this stage at once, above the bar."""
-        if self._enabled:
-            logger.info("%s: %s", self._label, text)
-
     def __exit__(
         self,
         error_type: type[BaseException] | None,

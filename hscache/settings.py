@@ -172,13 +172,6 @@ def save_config(config: Any, path: Path) -> None:
     replace_atomically(path, f"{text}\n".encode())
 
 
-def describe(config: Any) -> str:
-    """Return one aligned line per setting: dotted name and value."""
-    values = dict(_walk(config, ""))
-    width = max(len(name) for name in values)
-    return "\n".join(f"{name:<{width}}  {format_value(value)}" for name, value in values.items())
-
-
 def _convert(entry: Entry, field: SettingField) -> Any:
     """Return an entry's value in the field's type, or raise `ConfigError`."""
     value = entry.value

@@ -109,7 +109,6 @@ def test_an_error_ends_with_the_count_reached(clock, lines):
 def test_other_ranks_and_empty_stages_are_quiet_and_whole(clock, lines):
     with Progress(9, unit="rows", label="p", enabled=False, interval_s=0, clock=clock) as progress:
         progress.advance(4)
-        progress.note("hidden")
     assert progress.done == 4
     assert lines() == []
     with Progress(0, unit="rows", label="none", clock=clock):
@@ -123,7 +122,7 @@ from hscache.progress import Progress, configure_logging
 configure_logging()
 with Progress(1000, unit="tokens", label="produce", initial=500) as progress:
     progress.advance(250, speed="fast")
-    progress.note("shard 3 published")
+    logging.getLogger("hscache").info("shard 3 published")
     progress.advance(250)
 logging.getLogger("elsewhere").info("not ours")
 logging.getLogger("elsewhere").warning("theirs")
@@ -157,7 +156,7 @@ def test_a_terminal_gets_a_bar_and_whole_log_lines():
     assert "500/1.00k" in text
     assert "speed fast" in text
     notes = [line for line in text.split("\r") if "shard 3 published" in line]
-    assert [note.strip().endswith("produce: shard 3 published") for note in notes] == [True]
+    assert [note.strip().endswith(" shard 3 published") for note in notes] == [True]
     assert "produce: done, 1,000 tokens (500 in this run)" in text
     assert "warning: theirs" in text
     assert "not ours" not in text

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import hscache.settings
 from hscache.errors import CacheMismatchError, ConfigError, StoppedBySignal
-from hscache.settings import Command, describe, main, parse, save_config, to_dict
+from hscache.settings import Command, main, parse, save_config, to_dict
 
 PROJECT = Path(hscache.settings.__file__).parents[1]
 
@@ -348,13 +348,6 @@ def test_to_dict_holds_only_json_types():
     assert values["shard_dir"] == "d"
     assert values["target_layer_ids"] == [1, 8]
     assert values["optim"] == {"lr": 6e-4, "betas": [0.9, 0.95], "max_steps": None}
-
-
-def test_describe_aligns_one_setting_a_line():
-    lines = describe(RunConfig(shard_dir=Path("d"))).splitlines()
-    assert lines[0] == "shard_dir         d"
-    assert "optim.max_steps   none" in lines
-    assert all(line[16:18] == "  " and line[18] != " " for line in lines)
 
 
 # --- commands ------------------------------------------------------------------------------------
