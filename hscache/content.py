@@ -4,8 +4,9 @@ Takes a document's states and says what is wrong with them, or None. A band of p
 learnt from the documents of the same shard that came before.
 
 Known ways to be silently wrong that this catches: slots never written (zero rows), one row
-repeated (wrong gather), NaN or Inf from an overflow, states of another layer or after a norm (norms
-far off).
+repeated (wrong gather), NaN or Inf from an overflow, a document whose norms are far from those of
+its shard. What is wrong with all documents alike (a wrong layer, a norm applied) is for the trial
+pack in `target.check_packing`.
 """
 
 import ml_dtypes
