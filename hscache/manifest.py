@@ -90,16 +90,18 @@ class Identity:
 _FREE_FIELDS = {"states.target"}
 
 
-def identity_diff(found: object, expected: object, prefix: str = "") -> list[str]:
+def identity_diff(
+    found: object, expected: object, prefix: str = "", *, who: str = "the cache"
+) -> list[str]:
     """Return one line per field in which two dataclasses of one type differ."""
     lines: list[str] = []
     for field in dataclasses.fields(expected):  # type: ignore[arg-type]
         name = f"{prefix}{field.name}"
         a, b = getattr(found, field.name), getattr(expected, field.name)
         if dataclasses.is_dataclass(b):
-            lines += identity_diff(a, b, f"{name}.")
+            lines += identity_diff(a, b, f"{name}.", who=who)
         elif a != b and name not in _FREE_FIELDS:
-            lines.append(f"  {name}: the cache has {a!r}, this run {b!r}")
+            lines.append(f"  {name}: {who} has {a!r}, this run {b!r}")
     return lines
 
 

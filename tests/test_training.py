@@ -1,5 +1,8 @@
 """An optimizer step sums over its rows and divides once, however the rows are cut."""
 
+import dataclasses
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -12,8 +15,11 @@ from trainer_cache import (
     random_bits,
 )
 
+from hscache.errors import CacheMismatchError
 from trainer.batches import to_batch
+from trainer.checkpoint import load_drafter
 from trainer.config import OptimConfig
+from trainer.fit import fit
 from trainer.rows import RowDocument, build_row, decayed_weights
 from trainer.run_plan import plan_run
 from trainer.schedule import Position
@@ -189,3 +195,27 @@ def test_state_holds_what_decides_the_result_and_nothing_else(run, training):
     }  # fmt: skip
     assert state.schedule["shards"] == list(run.schedule.shards)
     assert state.cache["states"]["hidden_size"] == HIDDEN
+
+
+def test_a_run_may_start_from_another_drafters_weights(run, tmp_path):
+    folder = run.config.shards
+    source = fit(fit_config(folder, tmp_path / "source", seed=5))
+    config = fit_config(folder, tmp_path / "run", init_from=source)
+    started = start_training(plan_run(config), torch.device("cpu"))
+    for name, value in load_drafter(source).state_dict().items():
+        assert torch.equal(started.drafter.state_dict()[name], value), name
+    again = fit(dataclasses.replace(config, passes=1))
+    shutil.rmtree(tmp_path / "source")  # needed once
+    assert fit(dataclasses.replace(config, passes=1, resume=True)) == again
+
+
+def test_weights_of_another_shape_are_refused_with_a_diff(run, tmp_path):
+    folder = run.config.shards
+    source = fit(fit_config(folder, tmp_path / "source", drafter={"mask_token_id": 6}))
+    config = fit_config(
+        folder, tmp_path / "run", init_from=source, drafter={"intermediate_size": 32}
+    )
+    with pytest.raises(CacheMismatchError) as error:
+        start_training(plan_run(config), torch.device("cpu"))
+    assert "drafter.mask_token_id" in str(error.value)
+    assert "has 48, this run 32" in str(error.value)

@@ -231,6 +231,8 @@ class FitConfig:
     """cpu, cuda, or auto."""
     threads: int = 4
     """Threads that decode shards."""
+    init_from: Path | None = None
+    """Start from this drafter's weights (a checkpoint, or a published z-lab folder)."""
     resume: bool = False
     """Continue the last checkpoint in run_dir."""
     allow_partial: bool = False

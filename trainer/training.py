@@ -8,16 +8,24 @@ Axes: N blocks, B block slots, M scored slots, H hidden.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hscache.device import DTYPES
+from hscache.errors import CacheMismatchError
+from hscache.manifest import identity_diff
 from hscache.settings import to_dict
 from trainer.batches import Batch
-from trainer.checkpoint import TrainerState, require_same_run, restore, save_checkpoint
+from trainer.checkpoint import (
+    TrainerState,
+    load_drafter,
+    require_same_run,
+    restore,
+    save_checkpoint,
+)
 from trainer.config import OptimConfig
 from trainer.drafter import Drafter, embed_blocks
 from trainer.frozen import FrozenTarget, initial_norm, load_frozen, target_config
@@ -111,7 +119,27 @@ class Training:
 
 
 def start_training(run: RunPlan, device: torch.device) -> Training:
-    """Return a run before its first step; weights follow from the seed alone."""
+    """Return a run before its first step: weights from the seed alone, or from `init_from`.
+
+    Raises CacheMismatchError with a diff when that drafter has another shape, mask token or layers.
+    """
+    training = _new_training(run, device)
+    source = run.config.init_from
+    if source is not None:
+        drafter = load_drafter(source)
+        # how long a context it is said to serve is nobody's weight
+        asked = replace(run.drafter, max_position_embeddings=drafter.config.max_position_embeddings)
+        if lines := identity_diff(drafter.config, asked, "drafter.", who=str(source)):
+            raise CacheMismatchError(
+                f"--init-from {source} is another drafter than this run trains:\n"
+                + "\n".join(lines)
+                + "\nGive the drafter settings of that folder, on a cache with its layers."
+            )
+        training.drafter.load_state_dict(drafter.state_dict())
+    return training
+
+
+def _new_training(run: RunPlan, device: torch.device) -> Training:
     config = run.config
     torch.manual_seed(config.seed)  # nothing draws from it yet; checkpoints hold its state
     frozen = load_frozen(run.cache)
@@ -134,7 +162,7 @@ def resume_training(
 
     Raises CacheMismatchError with a diff when this run reads or computes something else.
     """
-    training = start_training(run, device)
+    training = _new_training(run, device)
     require_same_run(found, training_state(run, training), checkpoint)
     restore(checkpoint, training.drafter, training.optimizers)
     training.step = found.step
