@@ -2,7 +2,7 @@
 
 import sys
 
-from hscache.config import InspectConfig, ProduceConfig, RegenerateConfig
+from hscache.config import InspectConfig, ProduceConfig, RegenerateConfig, VerifyConfig
 from hscache.settings import Command
 from hscache.settings import main as run_command
 
@@ -25,6 +25,13 @@ COMMANDS = [
         config=InspectConfig,
         positional="cache",
         run="hscache.inspect:run",
+    ),
+    Command(
+        name="verify",
+        help="check that a cache still holds what was written",
+        config=VerifyConfig,
+        positional="cache",
+        run="hscache.verify:run",
     ),
 ]
 

@@ -150,6 +150,18 @@ class InspectConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VerifyConfig:
+    """Check that a cache still holds what was written; changes nothing."""
+
+    cache: Path
+    """Folder of the cache."""
+    deep: bool = False
+    """Read every byte: all checksums, and the content of all states."""
+    threads: int = 4
+    """Shards checked at the same time."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RegenerateConfig:
     """Let the target answer prompts itself: the text a drafter is trained on."""
 

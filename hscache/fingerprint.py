@@ -22,6 +22,12 @@ def config_sha256(config: dict[str, Any]) -> str:
     return hashlib.sha256(canonical_json(kept)).hexdigest()
 
 
+def file_sha256(path: Path) -> str:
+    """Hash a file's content; raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def weights_sha256(path: str) -> str:
     """Fingerprint a local folder's weights: names, sizes and crc32c of every safetensors file.
 

@@ -6,6 +6,7 @@ rows. Held-out documents fill the first shards and share none with training.
 """
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def write_plan(
         files.publish_folder(folder, plan_dir(cache_dir))
 
 
-def corpus_sha256(documents: list[TokenizedDocument]) -> str:
+def corpus_sha256(documents: Iterable[TokenizedDocument]) -> str:
     """Hash every document's ids and mask in order; lengths are part of it."""
     digest = hashlib.sha256()
     for document in documents:
@@ -184,6 +185,15 @@ class Plan:
     def loss_mask(self, document: int) -> npt.NDArray[np.uint8]:
         """Return a document's loss mask, uint8 [T]."""
         return self._loss_mask.read(*self._span(document))
+
+    def document(self, document: int) -> TokenizedDocument:
+        """Return a document as it was tokenised."""
+        return TokenizedDocument(
+            ids_T=self.input_ids(document),
+            loss_mask_T=self.loss_mask(document),
+            source_row=int(self.source_rows[document]),
+            held_out=int(self.shards[document]) in self.held_out_shards,
+        )
 
     def _span(self, document: int) -> tuple[int, int]:
         return int(self.offsets[document]), int(self.offsets[document + 1])

@@ -192,6 +192,13 @@ class Shard:
         bits = decode(arrays, self.manifest.codec)
         return bits if layer_index is None else bits[:, 0]
 
+    def check_files(self) -> None:
+        """Check sizes, metadata and indices of the states' files, without reading payload.
+
+        Raises ShardCorruptError.
+        """
+        _ = self._readers
+
     def start_of(self, document: int) -> int | None:
         """Return where a document starts in the shard, None if it was quarantined."""
         return self._start.get(document)

@@ -6,7 +6,6 @@ the drafter's config from the user's shape and the target's.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from hscache.errors import CacheMismatchError, ConfigError, ShardCorruptError
-from hscache.fingerprint import config_sha256
+from hscache.fingerprint import config_sha256, file_sha256
 from hscache.layout import frozen_weights, target_config_file
 from hscache.reader import Cache
 from trainer.config import DrafterConfig, DrafterShape
@@ -51,11 +50,7 @@ def load_frozen(cache: Cache) -> FrozenTarget:
     path = frozen_weights(cache.path)
     if not path.is_file():
         raise ShardCorruptError(f"{path} is missing; run `hscache produce` again to restore it.")
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            digest.update(block)
-    if digest.hexdigest() != cache.identity.states.frozen_sha256:
+    if file_sha256(path) != cache.identity.states.frozen_sha256:
         raise ShardCorruptError(
             f"{path} does not have the hash that the cache's identity names: it was damaged or "
             "replaced. Delete frozen/ and run `hscache produce` again."

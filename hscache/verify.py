@@ -1,0 +1,167 @@
+"""`hscache verify`: does the cache on disk still hold what was written?
+
+Takes a cache folder; checks root, plan, frozen parts and every published shard, and with `deep`
+every byte of them: checksums, counts, ids against the plan, content of the states. Prints one line
+per damaged part with the documents it costs, and exits with 1 if there is one. Changes nothing.
+
+    hscache verify /nvme/cache --deep
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from hscache import layout
+from hscache.config import VerifyConfig
+from hscache.content import ContentCheck
+from hscache.errors import CacheIncompleteError, HscacheError, ShardCorruptError
+from hscache.fingerprint import file_sha256
+from hscache.plan import Plan, corpus_sha256
+from hscache.progress import Progress, configure_logging
+from hscache.reader import Cache, open_cache
+from hscache.report import format_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damage:
+    """A part of the cache that is not what was written."""
+
+    part: str
+    """plan, frozen, or a shard's number"""
+    problem: str
+    documents: tuple[int, ...] = ()
+    """plan rows whose states cannot be used"""
+
+
+def run(config: VerifyConfig, *, dry_run: bool = False) -> int:
+    """Run the command; 1 if anything is damaged."""
+    configure_logging()
+    cache = open_cache(config.cache)
+    shards = cache.published_shards()
+    if dry_run:
+        print(f"would check {len(shards)} shards of {config.cache}")
+        return 0
+    damaged = verify(cache, deep=config.deep, threads=config.threads)
+    print(_summary(cache, damaged, config.deep))
+    return 1 if damaged else 0
+
+
+def verify(cache: Cache, *, deep: bool, threads: int = 4) -> list[Damage]:
+    """Return what is damaged: the plan, the frozen parts, then shards in order.
+
+    Without `deep` only metadata, sizes, indices and ids are read; with it every chunk is, so all
+    checksums are compared and every state is checked for content.
+    """
+    damaged = [
+        *_attempt("plan", lambda: _check_plan(cache, deep)),
+        *_attempt("frozen", lambda: _check_frozen(cache)),
+    ]
+    shards = cache.published_shards()
+    tokens = {shard: _num_tokens(cache.plan, shard) for shard in shards}
+    progress = Progress(sum(tokens.values()), unit="tokens", label="verify")
+    with ThreadPoolExecutor(threads) as pool, progress:
+        results = pool.map(lambda shard: _check_shard(cache, shard, deep), shards)
+        for shard, found in zip(shards, results, strict=True):
+            damaged += found
+            progress.advance(tokens[shard])
+    return damaged
+
+
+def _attempt(
+    part: str, check: Callable[[], None], documents: tuple[int, ...] = ()
+) -> Iterator[Damage]:
+    try:
+        check()
+    except HscacheError as error:
+        yield Damage(part=part, problem=str(error), documents=documents)
+
+
+def _num_tokens(plan: Plan, shard: int) -> int:
+    rows = plan.shard_documents(shard)
+    return int(plan.offsets[rows.stop] - plan.offsets[rows.start])
+
+
+def _check_plan(cache: Cache, deep: bool) -> None:
+    if not deep:
+        return  # opening the cache has checked metadata, sizes and the per-document columns
+    documents = map(cache.plan.document, range(cache.plan.num_documents))
+    if corpus_sha256(documents) != cache.identity.content.corpus_sha256:
+        raise ShardCorruptError(
+            f"{layout.plan_dir(cache.path)} does not hold the corpus that the root names. Delete "
+            "plan/ and run `hscache produce` again with the same settings."
+        )
+
+
+def _check_frozen(cache: Cache) -> None:
+    path = layout.frozen_weights(cache.path)
+    try:
+        found = file_sha256(path)
+    except OSError as error:
+        raise ShardCorruptError(f"{path} cannot be read: {error.strerror}.") from error
+    if found != cache.identity.states.frozen_sha256:
+        raise ShardCorruptError(
+            f"{path} does not have the hash that the root names. Delete frozen/ and run "
+            "`hscache produce` again with the same settings."
+        )
+
+
+def _check_shard(cache: Cache, shard: int, deep: bool) -> list[Damage]:
+    """Check one shard; with `deep` each document by itself, to name those that are lost."""
+    everything = tuple(cache.plan.shard_documents(shard))
+    part = f"shard {shard}"
+    try:
+        manifest = cache.shard_manifest(shard)
+        if manifest.state == "freed":
+            return []
+        opened = cache.shard(shard)
+        opened.check_files()
+    except CacheIncompleteError:
+        missing = f"{layout.shard_dir(cache.path, shard)} has no zarr.json"
+        return [Damage(part=part, problem=missing, documents=everything)]
+    except HscacheError as error:
+        return [Damage(part=part, problem=str(error), documents=everything)]
+    known = set(opened.doc_rows.tolist()) | {q.document for q in manifest.quarantined}
+    if known != set(everything):
+        problem = f"it holds {len(known)} documents, and the plan gives it {len(everything)}"
+        return [Damage(part=part, problem=problem, documents=everything)]
+    if not deep:
+        return []
+    content = ContentCheck()
+    problems: dict[int, str] = {}
+    for row in opened.doc_rows.tolist():
+        try:
+            if wrong := content.problem(opened.bits(row)):
+                problems[row] = wrong
+        except HscacheError as error:
+            problems[row] = str(error)
+    if not problems:
+        return []
+    first = next(iter(problems.values()))
+    return [Damage(part=part, problem=first, documents=tuple(problems))]
+
+
+def _summary(cache: Cache, damaged: list[Damage], deep: bool) -> str:
+    published = len(cache.published_shards())
+    how = "every byte" if deep else "metadata, sizes and indices (--deep reads every byte)"
+    lines = [
+        f"{cache.path}: {published} of {cache.plan.num_shards} shards published, checked {how}"
+    ]
+    if not damaged:
+        return "\n".join([*lines, "no damage found"])
+    rows = [[d.part, len(d.documents), _ranges(d.documents)] for d in damaged]
+    lines.append(format_table(["damaged", "documents lost", "plan rows"], rows))
+    lines += [f"{d.part}: {d.problem}" for d in damaged]
+    lines.append("delete a damaged shard's folder and run `hscache produce` again to remake it")
+    return "\n".join(lines)
+
+
+def _ranges(rows: tuple[int, ...]) -> str:
+    """Write increasing numbers as "0-3, 7"."""
+    parts: list[list[int]] = []
+    for row in sorted(rows):
+        if parts and row == parts[-1][1] + 1:
+            parts[-1][1] = row
+        else:
+            parts.append([row, row])
+    text = [str(a) if a == b else f"{a}-{b}" for a, b in parts]
+    return ", ".join(text[:8]) + (", ..." if len(text) > 8 else "")
