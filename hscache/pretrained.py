@@ -5,6 +5,7 @@ loading fails become one `ConfigError` that names the cause.
 """
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,12 @@ from hscache.config import TargetConfig, spaced_layer_ids
 from hscache.errors import ConfigError, UnsupportedTargetError
 
 _FULL_ATTENTION = {"full_attention", "attention"}
+_HYBRID_TYPES = {"qwen3_5", "qwen3_5_text"}
+"""Model types whose linear attention layers can be packed, see hscache.delta_net (Qwen3.5, 3.6)."""
+_NOT_WANTED = re.compile(r"lm_head\.|mtp\.|model\.visual\.|.*\.rotary_emb\.inv_freq$")
+"""Weights a text model may leave unread: untied copies of a tied head, extra prediction blocks, the
+vision tower, and buffers that old checkpoints stored."""
+_BLOCK = re.compile(r"(\w+)\.(?:language_model\.)?(?:layers|blocks|h)\.(\d+)\.")
 _ROPE_OF_THE_WHOLE_PACK = {"longrope", "dynamic"}
 """Rotary embeddings that look at the largest position of a forward pass: documents would meet."""
 
@@ -109,7 +116,7 @@ def load_model(path: str, **options: Any) -> Any:
         AutoModelForCausalLM,
         path,
         use_safetensors=True,  # no pickles
-        output_loading_info=True,  # weights that a truncated model does not want are no matter
+        output_loading_info=True,
         ignore_mismatched_sizes=True,  # transformers would name them in a report, not in the error
         **options,
     )
@@ -125,7 +132,34 @@ def load_model(path: str, **options: Any) -> Any:
             f"the target {path!r} lacks {len(missing)} weights of the model its config.json "
             f"describes, {missing[0]} for one; they would be random numbers. Complete the folder."
         )
+    if unexpected := [k for k in sorted(info["unexpected_keys"]) if not _is_left_out(k, model)]:
+        named = ", ".join(unexpected[:3]) + (", ..." if len(unexpected) > 3 else "")
+        raise ConfigError(
+            f"the target {path!r} has {len(unexpected)} weights that the model its config.json "
+            f"describes does not read: {named}. Its states would not be those of the model that "
+            "was trained. Use the config.json that came with the weights; quantised copies (names "
+            "with scale) are not supported, use the bf16 checkpoint."
+        )
+    rotary = {n: b.dtype for n, b in model.named_buffers() if n.endswith("inv_freq")}
+    assert set(rotary.values()) <= {torch.float32}, f"rotary frequencies lost precision: {rotary}"
     return model
+
+
+def _is_left_out(name: str, model: Any) -> bool:
+    """Tell whether a text model, cut after its last block, is right not to read a weight."""
+    if _NOT_WANTED.match(name):
+        return True
+    block = _BLOCK.match(name)
+    return (
+        block is not None
+        and block[1] == model.base_model_prefix
+        and int(block[2]) >= int(model.config.num_hidden_layers)
+    )
+
+
+def is_hybrid(config: Any) -> bool:
+    """Tell whether a config is of a type that mixes delta-net and attention layers."""
+    return config.model_type in _HYBRID_TYPES
 
 
 def find_stop_ids(model: Any, tokenizer: Any) -> set[int]:
@@ -151,7 +185,8 @@ def check_layer_ids(config: TargetConfig, num_layers: int) -> tuple[int, ...]:
 
 
 def _refuse_unsupported(config: Any) -> None:
-    kinds = set(getattr(config, "layer_types", None) or ()) - _FULL_ATTENTION
+    known = _FULL_ATTENTION | ({"linear_attention"} if is_hybrid(config) else set())
+    kinds = set(getattr(config, "layer_types", None) or ()) - known
     if kinds:
         raise unsupported(config, f"it has {', '.join(sorted(kinds))} layers")
     rope = getattr(config, "rope_parameters", None) or {}
@@ -162,11 +197,22 @@ def _refuse_unsupported(config: Any) -> None:
         raise unsupported(config, f"it attends through a sliding window of {window}")
 
 
+def refuse_decoding(config: Any) -> None:
+    """Refuse a target that can be captured but not yet decoded: its state cannot be cut back."""
+    if is_hybrid(config):
+        raise UnsupportedTargetError(
+            f"answers of targets of type {config.model_type!r} cannot be generated here yet: the "
+            "recurrent states of their linear_attention layers cannot be cut back to an earlier "
+            "position. Let a serving engine answer; `hscache produce` takes these targets."
+        )
+
+
 def unsupported(config: Any, why: str) -> UnsupportedTargetError:
     """Return the error that refuses an architecture by name."""
     return UnsupportedTargetError(
         f"targets of type {config.model_type!r} are not supported yet: {why}. Supported are "
-        "full-attention decoders of transformers (Llama, SmolLM2, Qwen2, Qwen3, ...)."
+        "full-attention decoders of transformers (Llama, SmolLM2, Qwen2, Qwen3, ...) and the "
+        "hybrids of Qwen3.5 and 3.6."
     )
 
 

@@ -23,7 +23,13 @@ from hscache.config import Device, Dtype, RegenerateConfig, TargetConfig
 from hscache.device import DTYPES, choose_device
 from hscache.errors import ConfigError, StoppedBySignal
 from hscache.fingerprint import weights_sha256
-from hscache.pretrained import find_stop_ids, load_config, load_model, load_tokenizer
+from hscache.pretrained import (
+    find_stop_ids,
+    load_config,
+    load_model,
+    load_tokenizer,
+    refuse_decoding,
+)
 from hscache.progress import Progress, configure_logging
 from hscache.prompts import Prompt, prompt_ids, read_prompts
 from hscache.report import format_seconds, format_table
@@ -78,7 +84,7 @@ def run(config: RegenerateConfig, *, dry_run: bool) -> None:
         print(regenerate(config).table())
         return
     prompts = read_prompts(config.prompts)
-    load_config(TargetConfig(path=config.target))  # what is wrong with the target, said early
+    refuse_decoding(load_config(TargetConfig(path=config.target))[0])  # what is wrong, said early
     load_tokenizer(TargetConfig(path=config.target))
     settings = run_settings(config)
     check_settings(config.output, settings)
