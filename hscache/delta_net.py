@@ -72,7 +72,7 @@ def apart(model: nn.Module, offsets: Sequence[int] | None) -> Iterator[None]:
 def packed_operations(own: Operations, offsets: Sequence[int]) -> Operations:
     """Return operations that give every document of a pack what `own` gives it alone.
 
-    The seam for kernels: this plain loop is right on every device and is the reference.
+    The seam for kernels: this plain loop needs none, and is the reference.
     Variable-length kernels on CUDA (FLA's scan and convolution take `cu_seqlens`) belong here.
     """
     spans = list(itertools.pairwise(offsets))

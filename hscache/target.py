@@ -27,6 +27,7 @@ from hscache.device import DTYPES, choose_device
 from hscache.frozen import check_frozen, frozen_tensors
 from hscache.pretrained import (
     check_layer_ids,
+    is_hybrid,
     load_config,
     load_model,
     load_tokenizer,
@@ -239,8 +240,9 @@ def _check_packing(target: Target) -> None:
     generator = torch.Generator().manual_seed(0)
     ids_T = torch.randint(int(target.config.vocab_size), (_PROBE[-1],), generator=generator)
     _check_apart(target, ids_T)
-    with target.without_decay():
-        _check_apart(target, ids_T)
+    if is_hybrid(target.config):
+        with target.without_decay():
+            _check_apart(target, ids_T)
     states = target.capture(ids_T, _PROBE)
     for start, stop in itertools.pairwise(_PROBE):
         with target.own_attention():

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import VOCAB_SIZE, byte_tokenizer, save_target
+from conftest import VOCAB_SIZE, byte_tokenizer, conversation, save_target, write_jsonl
 from producer import command
 from safetensors.torch import load_file, save_file
 from test_target import CodedBlock, capture_fp32, load, make_pack
@@ -22,7 +22,9 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import hscache
 from hscache import cli, delta_net, kv_cache
+from hscache.config import RegenerateConfig
 from hscache.errors import ConfigError, UnsupportedTargetError
+from hscache.regenerate import run
 from hscache.target import check_packing
 
 LENGTHS = (1, 70, 2, 17, 40, 130, 1)
@@ -287,6 +289,21 @@ def test_rolling_back_a_hybrids_cache_is_refused_by_name(whole):
     for operation in (kv_cache.length, lambda cache: kv_cache.truncate(cache, 0)):
         with pytest.raises(UnsupportedTargetError, match=r"layer 0 is a Linear"):
             operation(cache)
+
+
+@pytest.mark.usefixtures("_no_log_handler_is_left")
+def test_generating_answers_of_a_hybrid_is_refused_by_name(hybrid_dir, tmp_path):
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", [conversation("a?", "b.")])
+    for dry_run in (True, False):
+        config = RegenerateConfig(
+            target=str(hybrid_dir),
+            prompts=(str(prompts),),
+            output=tmp_path / "answers.jsonl",
+            max_new_tokens=8,
+            device="cpu",
+        )
+        with pytest.raises(UnsupportedTargetError, match=r"linear_attention|LinearAttention"):
+            run(config, dry_run=dry_run)
 
 
 @pytest.fixture
