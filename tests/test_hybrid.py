@@ -6,6 +6,8 @@ of 8 blocks, and slow decay (random weights forget within a few tokens and would
 Axes: T tokens of a pack, L captured layers, H hidden.
 """
 
+import functools
+import inspect
 import itertools
 import logging
 import shutil
@@ -200,6 +202,19 @@ def test_the_operations_of_transformers_are_put_back(hybrid_dir):
     with pytest.raises(IndexError):
         target.capture(torch.tensor([VOCAB_SIZE + 5]), (0, 1))
     assert [getattr(modeling_qwen3_5, name) for name in OPERATIONS] == before
+
+
+def test_kernels_of_an_installed_fla_are_not_called_on_a_cpu(hybrid_dir, monkeypatch):
+    """transformers takes any importable `fla`, whose kernels die without a GPU."""
+    for name in OPERATIONS:
+        plain = inspect.unwrap(getattr(modeling_qwen3_5, name))
+
+        @functools.wraps(plain)
+        def kernel(*args, **kwargs):
+            raise RuntimeError("0 active drivers")
+
+        monkeypatch.setattr(modeling_qwen3_5, name, kernel)
+    load_hybrid(hybrid_dir)
 
 
 def test_a_transformers_with_other_names_is_refused(hybrid_dir, monkeypatch):
