@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 
 from hscache.errors import CacheMismatchError, ConfigError, DataError, DiskFullError
 from hscache.files import disk_full_named, only_writer, replace_atomically
+from hscache.jsonl import read_jsonl
 from hscache.prompts import Prompt
 from hscache.report import format_table
-from hscache.rows import read_jsonl
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,8 @@ def rows_done(output: Path, prompts: Sequence[Prompt]) -> set[str]:
         key = str(row.get("id"))
         if key not in by_key:
             continue
-        if row.get("messages", [])[:-1] != by_key[key].messages:
+        prompt = by_key[key]
+        if (row.get("messages", [])[:-1], row.get("tools")) != (prompt.messages, prompt.tools):
             raise CacheMismatchError(
                 f"{output}, line {line_number}: id {row['id']!r} answers another prompt than the "
                 "one of that id now. Use the prompts the output was begun with, or another output."

@@ -59,12 +59,13 @@ class TargetConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The corpus: conversations in JSONL files (also .gz), one object with `messages` a line."""
+    """The corpus: rows of JSONL (also .gz, .zst), parquet or Arrow files; what a row may be is in
+    the README."""
 
     train: tuple[str, ...]
-    """Files to train on."""
+    """Files, folders or patterns to train on."""
     held_out: tuple[str, ...] = ()
-    """Files whose documents are kept out of training, for evaluation."""
+    """Likewise, for evaluation: these documents are kept out of training."""
     held_out_fraction: float = 0.0
     """Share of the training documents to hold out, chosen by a hash of their content."""
     max_tokens: int = 4096
@@ -72,11 +73,13 @@ class DataConfig:
     over_long: Literal["drop", "truncate"] = "truncate"
     """What to do with a longer one; both are counted."""
     max_documents: int | None = None
-    """Read only this many rows of the training files (a seeded sample)."""
+    """Take only this many rows of the training files (a seeded sample over all of them)."""
+    min_supervised_share: float = 0.01
+    """Stop when a smaller share of the tokens is supervised: the loss mask is likely wrong."""
 
     def __post_init__(self) -> None:
         if not self.train:
-            raise ConfigError("data.train is empty: name at least one JSONL file.")
+            raise ConfigError("data.train is empty: name at least one file.")
         if not 0 <= self.held_out_fraction < 1:
             raise ConfigError(
                 f"data.held_out_fraction is {self.held_out_fraction}; expected 0 <= share < 1."
@@ -85,6 +88,11 @@ class DataConfig:
             raise ConfigError(f"data.max_tokens is {self.max_tokens}; expected at least 2.")
         if self.max_documents is not None and self.max_documents < 1:
             raise ConfigError(f"data.max_documents is {self.max_documents}; expected at least 1.")
+        if not 0 <= self.min_supervised_share <= 1:
+            raise ConfigError(
+                f"data.min_supervised_share is {self.min_supervised_share}; expected a share "
+                "between 0 and 1."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +176,8 @@ class RegenerateConfig:
     target: str
     """Hugging Face id or local folder of the model that answers."""
     prompts: tuple[str, ...]
-    """JSONL files (also .gz) of rows with `messages`; a last assistant turn is answered anew."""
+    """Files, folders or patterns of rows with `messages`; a last assistant turn is answered
+    anew."""
     output: Path
     """JSONL file the answered rows are appended to; rows already in it are skipped."""
     batch_size: int = 16
@@ -186,7 +195,7 @@ class RegenerateConfig:
 
     def __post_init__(self) -> None:
         if not self.prompts:
-            raise ConfigError("prompts is empty: name at least one JSONL file.")
+            raise ConfigError("prompts is empty: name at least one file.")
         minima = {"batch_size": 1, "max_new_tokens": 1, "temperature": 0, "seed": 0}
         for name, minimum in minima.items():
             value = getattr(self, name)

@@ -1,115 +1,37 @@
-"""Turn rows of conversations into documents: token ids, and a mask of what the assistant said.
+"""Turn rows into documents: token ids, and a mask of what is supervised.
 
-Takes JSONL files (plain or .gz) with one object with `messages` a line, and a tokenizer with a chat
-template; hands on `TokenizedDocument`s and a count of what was dropped and why. The loss mask comes
-from the boundaries between renders of growing prefixes; a template that rewrites earlier turns is
-refused, not guessed at.
+Takes the inputs of a corpus and a tokenizer with a chat template; hands on `TokenizedDocument`s and
+a count of what was dropped and why. Rows stream through in batches: only ids are kept.
 """
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import jinja2
 import numpy as np
+import numpy.typing as npt
 
 from hscache.config import DataConfig
+from hscache.conversations import Conversation, PlainText, Tokens, parse_row
 from hscache.errors import DataError
+from hscache.inputs import InputFile, RawRow, find_files
 from hscache.plan import TokenizedDocument
 from hscache.progress import Progress
-from hscache.rows import read_conversations
+from hscache.render import Rendered, render
 
 OverLong = Literal["drop", "truncate"]
 
 _BATCH = 256
 _HASH_RANGE = 1 << 64
 
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One conversation of the input, and where it came from."""
-
-    messages: list[dict[str, Any]]
-    truncated: bool
-    """the last answer was cut by a token limit: its end is not the model's"""
-    where: str
-    """file and line, for messages"""
+Pair = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]
+"""(ids_T, loss_mask_T) of a document."""
 
 
-def read_rows(path: str) -> Iterator[Row]:
-    """Yield the conversations of a JSONL file.
-
-    Raises DataError naming file and line for a line that is no JSON object, or has no messages.
-    """
-    for number, row in read_conversations(path):
-        yield Row(
-            messages=row["messages"],
-            truncated=row.get("finish_reason") == "length",
-            where=f"{path}, line {number}",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rendered:
-    """A conversation as text, and the character spans the assistant generated."""
-
-    text: str
-    spans: tuple[tuple[int, int], ...]
-
-
-def render(row: Row, tokenizer: Any) -> Rendered:
-    """Render a conversation and find what the assistant generated, end-of-turn marker included.
-
-    An answer starts where the render of the turns before it, with a generation prompt, ends; it
-    ends where the render of the turns up to it ends, trailing white space aside. A truncated last
-    answer ends the document with its content. Raises DataError if a render is not an append.
-    """
-
-    def text_of(count: int, prompt: bool = False) -> str:
-        try:
-            return tokenizer.apply_chat_template(
-                row.messages[:count], tokenize=False, add_generation_prompt=prompt
-            )
-        except jinja2.TemplateError as error:
-            raise DataError(
-                f"{row.where}: the chat template refuses it: {error}. Mend or delete the row."
-            ) from error
-
-    full = text_of(len(row.messages))
-    spans = []
-    for index, message in enumerate(row.messages):
-        if message["role"] != "assistant":
-            continue
-        if index == 0:
-            raise DataError(
-                f"{row.where}: the conversation starts with an assistant turn, so it answers "
-                "nothing. Put the question before it, or delete the row."
-            )
-        before, upto = text_of(index, prompt=True), text_of(index + 1)
-        if not (full.startswith(before) and full.startswith(upto)):
-            raise DataError(
-                f"{row.where}: the chat template does not only append: rendering turns "
-                f"1..{index + 1} is no prefix of the whole, so a loss mask would be a guess. "
-                "Use a template that keeps earlier turns unchanged."
-            )
-        end = len(upto.rstrip())
-        if row.truncated and index == len(row.messages) - 1:
-            content = message["content"].strip()
-            start = full.find(content, len(before))
-            if start < 0:
-                raise DataError(
-                    f"{row.where}: the chat template changes the text of the truncated answer, so "
-                    "where it ends would be a guess. Delete the row."
-                )
-            end = start + len(content)
-            full = full[:end]
-        spans.append((len(before), end))
-    return Rendered(text=full, spans=tuple(spans))
-
-
-def tokenize(rendered: list[Rendered], tokenizer: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+def tokenize(rendered: list[Rendered], tokenizer: Any) -> list[Pair]:
     """Return (ids_T int32, loss_mask_T uint8) per text; a token is supervised if it lies in a span.
 
     The template has written the special tokens, so none is added (never two BOS). Byte-level
@@ -130,36 +52,65 @@ def tokenize(rendered: list[Rendered], tokenizer: Any) -> list[tuple[np.ndarray,
     return result
 
 
+def tokenize_text(row: PlainText, tokenizer: Any) -> Pair:
+    """Return the ids of a text, with the tokenizer's own special tokens once; all are supervised.
+
+    A text that begins with the BOS token's own text has it already, so no other is put before it.
+    """
+    bos = tokenizer.bos_token
+    add = not (bos and row.text.startswith(bos))
+    ids_T = np.array(tokenizer(row.text, add_special_tokens=add)["input_ids"], np.int32)
+    return ids_T, np.ones(len(ids_T), np.uint8)
+
+
+def check_tokens(row: Tokens, vocab_size: int) -> Pair:
+    """Return the user's ids and mask as they are; raise DataError for ids beyond the vocabulary."""
+    largest = int(row.ids_T.max())
+    if largest >= vocab_size:
+        raise DataError(
+            f"{row.where}: `input_ids` holds {largest}, and the target's tokenizer has ids from 0 "
+            f"to {vocab_size - 1}. The ids were made with another tokenizer; use this target's."
+        )
+    return row.ids_T.astype(np.int32), row.loss_mask_T
+
+
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
     """Documents of all files and a report of what happened to the rows."""
 
     documents: list[TokenizedDocument]
-    report: dict[str, int]
+    report: dict[str, int | float]
 
 
 def load_corpus(data: DataConfig, tokenizer: Any, seed: int) -> Corpus:
     """Read, render and tokenise every row; count drops by reason.
 
-    A training document that equals a held-out one is dropped. Raises DataError on unusable rows, or
-    when no document to train on is left.
+    A training document that equals a held-out one is dropped. Raises DataError on unusable rows,
+    when no document to train on is left, or when too few of its tokens are supervised.
     """
-    train = list(enumerate(row for path in data.train for row in read_rows(path)))
-    held_out = list(enumerate((r for path in data.held_out for r in read_rows(path)), len(train)))
-    counts: collections.Counter[str] = collections.Counter({"rows in": len(train) + len(held_out)})
-    if data.max_documents is not None and data.max_documents < len(train):
-        counts["not in the sample of max_documents"] = len(train) - data.max_documents
-        chosen = np.random.default_rng(seed).permutation(len(train))[: data.max_documents]
-        train = [train[i] for i in sorted(chosen.tolist())]
-    rows = train + held_out
+    train, held_out = find_files(data.train), find_files(data.held_out)
+    num_train = sum(file.count_rows() for file in train)
+    num_rows = num_train + sum(file.count_rows() for file in held_out)
+    counts: collections.Counter[str] = collections.Counter({"rows in": num_rows})
+    chosen = _sample(num_train, data.max_documents, seed)
+    if chosen is not None:
+        counts["not in the sample of max_documents"] = num_train - len(chosen)
+        num_rows -= num_train - len(chosen)
+    rows = (
+        (source_row, row)
+        for source_row, row in enumerate(_read_all([*train, *held_out]))
+        if chosen is None or source_row >= num_train or source_row in chosen
+    )
+    # Ids may have gaps, so their number is not the bound.
+    vocab_size = max(tokenizer.get_vocab().values()) + 1
     documents = []
-    with Progress(len(rows), unit="rows", label="tokenize") as progress:
-        for start in range(0, len(rows), _BATCH):
-            batch = rows[start : start + _BATCH]
-            pairs = tokenize([render(row, tokenizer) for _, row in batch], tokenizer)
-            for offset, (ids_T, mask_T) in enumerate(pairs):
-                source_row, row = batch[offset]
-                counts["last answer cut by its token limit"] += row.truncated
+    with Progress(num_rows, unit="rows", label="tokenize") as progress:
+        while batch := list(itertools.islice(rows, _BATCH)):
+            parsed = [parse_row(row) for _, row in batch]
+            pairs = _tokenize_rows(parsed, tokenizer, vocab_size)
+            for (source_row, _), row, (ids_T, mask_T) in zip(batch, parsed, pairs, strict=True):
+                if isinstance(row, Conversation):
+                    counts["last answer cut by its token limit"] += row.truncated
                 if len(ids_T) > data.max_tokens:
                     counts[f"over max_tokens, {data.over_long}"] += 1
                     if data.over_long == "drop":
@@ -169,7 +120,7 @@ def load_corpus(data: DataConfig, tokenizer: Any, seed: int) -> Corpus:
                     ids_T=ids_T,
                     loss_mask_T=mask_T,
                     source_row=source_row,
-                    held_out=start + offset >= len(train),
+                    held_out=source_row >= num_train,
                 )
                 if document.num_valid_anchors == 0:
                     counts["dropped: no two supervised tokens in a row"] += 1
@@ -179,16 +130,56 @@ def load_corpus(data: DataConfig, tokenizer: Any, seed: int) -> Corpus:
     held_out_keys = {document.key for document in documents if document.held_out}
     kept = [d for d in documents if d.held_out or d.key not in held_out_keys]
     counts["dropped: also held out"] = len(documents) - len(kept)
-    documents = kept
-    counts["kept to train on"] = sum(not d.held_out for d in documents)
-    counts["kept held out"] = sum(d.held_out for d in documents)
+    counts["kept to train on"] = sum(not d.held_out for d in kept)
+    counts["kept held out"] = sum(d.held_out for d in kept)
     if not counts["kept to train on"]:
         raise DataError(
             "no document is left to train on: "
             f"{', '.join(f'{reason}: {n}' for reason, n in counts.items() if n)}. Rows need an "
             "assistant turn with at least two tokens within data.max_tokens."
         )
-    return Corpus(documents=documents, report={k: n for k, n in counts.items() if n})
+    counts["supervised tokens"] = sum(int(d.loss_mask_T.sum()) for d in kept)
+    share = counts["supervised tokens"] / sum(len(d.ids_T) for d in kept)
+    _require_share(share, data.min_supervised_share)
+    report = {key: n for key, n in counts.items() if n}
+    return Corpus(documents=kept, report={**report, "supervised share": round(share, 4)})
+
+
+def _sample(num_rows: int, max_rows: int | None, seed: int) -> set[int] | None:
+    """Return the row numbers of a seeded sample, drawn over all files alike; None means all."""
+    if max_rows is None or max_rows >= num_rows:
+        return None
+    return set(np.random.default_rng(seed).permutation(num_rows)[:max_rows].tolist())
+
+
+def _read_all(files: list[InputFile]) -> Iterator[RawRow]:
+    for file in files:
+        yield from file.read_rows()
+
+
+def _tokenize_rows(
+    rows: list[Conversation | PlainText | Tokens], tokenizer: Any, vocab_size: int
+) -> Iterator[Pair]:
+    """Yield the documents of rows in order; the conversations go through the tokenizer at once."""
+    rendered = [render(row, tokenizer) for row in rows if isinstance(row, Conversation)]
+    pairs = iter(tokenize(rendered, tokenizer) if rendered else ())
+    for row in rows:
+        if isinstance(row, Conversation):
+            yield next(pairs)
+        elif isinstance(row, PlainText):
+            yield tokenize_text(row, tokenizer)
+        else:
+            yield check_tokens(row, vocab_size)
+
+
+def _require_share(share: float, floor: float) -> None:
+    if share < floor:
+        raise DataError(
+            f"only {share:.2%} of the tokens are supervised, and data.min_supervised_share is "
+            f"{floor:.2%}: the rest would be run through the target for nothing. Look at the "
+            "loss mask (answers far shorter than prompts, a role that is not `assistant`?), or "
+            "lower the setting."
+        )
 
 
 def _maybe_hold_out(document: TokenizedDocument, fraction: float) -> TokenizedDocument:

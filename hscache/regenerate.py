@@ -1,7 +1,7 @@
 """`hscache regenerate`: let the target answer prompts itself, for DFlash is trained on the target's
 own text.
 
-Takes in JSONL prompts and a target; hands on a JSONL file of finished conversations, appended to
+Takes in prompts and a target; hands on a JSONL file of finished conversations, appended to
 row by row in the order in which answers end. Killed at any time and started again, it continues
 behind the rows already there.
 
@@ -103,8 +103,8 @@ def regenerate(config: RegenerateConfig) -> RegenerateSummary:
     """Answer all prompts that the output does not hold yet.
 
     Each output row is {"id", "messages" (the answer last), "finish_reason" ("stop" or "length"),
-    "temperature", "completion_tokens" (stop token included)}. What fixes the answers is kept in
-    `OUTPUT.settings.json`.
+    "temperature", "completion_tokens" (stop token included)}, and "tools" if there were any. What
+    fixes the answers is kept in `OUTPUT.settings.json`.
     Raises `DataError` for bad rows, `CacheMismatchError` if the output was made with other settings
     or other prompts, `UnsupportedTargetError` for targets without full attention, and
     `StoppedBySignal` after SIGTERM or Ctrl-C; the rows written until then are whole and are kept.
@@ -210,6 +210,7 @@ def output_row(
     return {
         "id": prompt.id,
         "messages": [*prompt.messages, {"role": "assistant", "content": content}],
+        **({"tools": prompt.tools} if prompt.tools else {}),
         "finish_reason": answer.finish_reason,
         "temperature": temperature,
         "completion_tokens": len(answer.ids),

@@ -8,10 +8,17 @@ import pytest
 from conftest import conversation, write_jsonl
 
 from hscache.config import DataConfig
-from hscache.documents import load_corpus, read_rows, render, tokenize
+from hscache.conversations import Conversation, parse_row
+from hscache.documents import load_corpus, tokenize
 from hscache.errors import DataError
+from hscache.inputs import find_files
+from hscache.render import render
 
 START, END = "<|im_start|>", "<|im_end|>"
+
+
+def read_rows(path):
+    return [parse_row(row) for file in find_files([path]) for row in file.read_rows()]
 
 
 def masked_text(row, tokenizer, tmp_path):
@@ -37,8 +44,7 @@ def test_one_answer_is_supervised_with_its_end_marker(tokenizer, tmp_path):
 
 
 def test_the_mask_is_right_token_by_token(tokenizer):
-    rows = [conversation("é", "a b")]
-    [row] = [type("Row", (), {"messages": rows[0]["messages"], "truncated": False, "where": ""})]
+    row = Conversation(messages=conversation("é", "a b")["messages"], where="")
     [(ids_T, mask_T)] = tokenize([render(row, tokenizer)], tokenizer)
     expected = [
         *[(START, 0), *[(c, 0) for c in "user\n"], ("\xc3", 0), ("\xa9", 0), (END, 0), ("\n", 0)],
@@ -147,7 +153,7 @@ GOOD = json.dumps(conversation("A?", "B."))
     [
         ('{"messages": [', "line 3 is not JSON: .* at column"),
         ("[1, 2]", "line 3 has no messages: found list"),
-        ('{"text": "x"}', r"line 3 has no messages: found keys \['text'\]"),
+        ('{"txt": "x"}', r"line 3 has no messages: found keys \['txt'\]"),
         ('{"messages": []}', "line 3 has no messages"),
         ('{"messages": [{"content": "x"}]}', "line 3: every message needs a `role`"),
         ('{"messages": ["x"]}', "line 3: every message needs a `role`"),
@@ -205,10 +211,13 @@ def test_over_long_documents_are_dropped_or_truncated_and_counted(tmp_path, toke
         "rows in": 10,
         "over max_tokens, drop": 4,
         "kept to train on": 6,
+        "supervised tokens": 5 + 6 + 7 + 8 + 9 + 10 + 6,
+        "supervised share": round(51 / (51 + 6 * 22), 4),
     }
     assert [d.source_row for d in dropped.documents] == [0, 2, 6, 7, 8, 9]
     cut = corpus(tmp_path, tokenizer, rows, max_tokens=short + 13, over_long="truncate")
-    assert cut.report == {"rows in": 10, "over max_tokens, truncate": 4, "kept to train on": 10}
+    assert cut.report["over max_tokens, truncate"] == 4
+    assert cut.report["kept to train on"] == 10
     for document in cut.documents:
         end_marker = 2
         assert len(document.ids_T) <= short + 13

@@ -86,6 +86,7 @@ def world(tmp_path_factory, llama_dir):
     write_jsonl(world / "answer.jsonl", [{"messages": rows[0]["messages"][1:]}])
     (world / "cut.jsonl").write_text(f'{json.dumps(rows[0])}\n{{"messages": [\n')
     (world / "empty.jsonl").touch()
+    (world / "torn.parquet").write_bytes(b"PAR1")
     (world / "afile").write_text("x")
     (world / "folder").mkdir()
     (world / "open.yaml").write_text("target: [1, 2\n")
@@ -148,17 +149,31 @@ CASES = [
         (hscache, f"{command} {flag} {name} --dry-run", 1, [name, *words])
         for command, flag in ((PRODUCE, "--data.train"), (REGENERATE, "--prompts"))
         for name, words in (
-            ("none.jsonl", ["does not exist", "expected a JSONL file"]),
-            ("folder", ["is a folder", "expected a JSONL file"]),
+            ("none.jsonl", ["does not exist", "expected a file of rows"]),
+            ("none*.jsonl", ["pattern none*.jsonl matches nothing", ".parquet"]),
+            ("folder", ["is a folder without rows", ".jsonl.zst, .parquet"]),
             ("empty.jsonl", ["has no rows", "`messages`"]),
             ("cut.jsonl", ["line 2 is not JSON", "column", "mend or delete"]),
             ("parts.jsonl", ["line 1", "not text", "'type': 'text'", "delete the row"]),
-            ("sharegpt.jsonl", ["line 1", "['conversations']", "`messages`"]),
+            ("sharegpt.jsonl", ["line 1", "content of a user message is not text", "None"]),
             ("answer.jsonl", ["line 1", "elete the row"]),
-            ("tiny/model.safetensors", ["cannot be read as UTF-8 JSONL"]),
+            ("tiny/model.safetensors", ["unknown kind", ".jsonl.gz", "convert it"]),
+            ("torn.parquet", ["torn.parquet cannot be read as parquet", "write it again"]),
         )
     ],
     (hscache, f"{PRODUCE} --data.train prompts.jsonl", 1, ["no document", "supervised", "need"]),
+    (
+        hscache,
+        f"{PRODUCE} --data.min-supervised-share 2",
+        2,
+        ["min_supervised_share is 2", "0 and"],
+    ),
+    (
+        hscache,
+        f"{PRODUCE} --data.min-supervised-share 0.9 --dry-run",
+        1,
+        ["% of the tokens are supervised", "is 90.00%", "data.min_supervised_share", "lower"],
+    ),
     # where to write
     (hscache, f"{PRODUCE} --shard-dir afile", 1, ["afile", "Not a directory", "--shard-dir"]),
     (hscache, f"{PRODUCE} --shard-dir cache", 1, ["content.shard_tokens", "200", "262144"]),
