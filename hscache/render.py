@@ -74,7 +74,7 @@ def _tagged_spans(row: Conversation, tokenizer: Any, full: str) -> list[tuple[in
     )
     [text], [spans] = rendered
     answers = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
-    if text != full or (answers and not spans):
+    if text != full or (answers and not any(high > low for low, high in spans)):
         raise DataError(
             f"{row.where}: the chat template's generation tags mark nothing in {len(answers)} "
             "answers. Mend the tags, or take them out of the template."

@@ -4,7 +4,10 @@ import gzip
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from chat_templates import LLAMA3, tokenizer_with
 from conftest import conversation, write_jsonl
 
 from hscache.config import DataConfig
@@ -278,3 +281,78 @@ def test_a_sample_of_the_rows_is_seeded_and_keeps_their_numbers(tmp_path, tokeni
     assert numbers == [
         d.source_row for d in corpus(tmp_path, tokenizer, rows, max_documents=10).documents
     ]
+
+
+def test_a_sample_is_drawn_over_all_files_alike(tmp_path, tokenizer):
+    files = [
+        str(write_jsonl(tmp_path / f"{name}.jsonl", [conversation("Q?", f"{name}{i}")] * 100))
+        for i, name in enumerate("ab")
+    ]
+    data = DataConfig(train=tuple(files), max_documents=60)
+    rows = [document.source_row for document in load_corpus(data, tokenizer, seed=3).documents]
+    assert len(rows) == 60
+    assert rows == sorted(rows)
+    assert 20 <= sum(row < 100 for row in rows) <= 40
+
+
+def test_documents_are_the_same_from_every_kind_of_file(tmp_path, tokenizer):
+    rows = [conversation(f"{i}?", f"answer {i}") for i in range(600)]  # several batches
+    (tmp_path / "parts").mkdir()
+    write_jsonl(tmp_path / "parts" / "0.jsonl", rows[:400])
+    pq.write_table(pa.Table.from_pylist(rows[400:]), tmp_path / "parts" / "1.parquet")
+    found = load_corpus(DataConfig(train=(str(tmp_path / "parts"),)), tokenizer, seed=0)
+    expected = corpus(tmp_path, tokenizer, rows)
+    assert [(d.source_row, d.key) for d in found.documents] == [
+        (d.source_row, d.key) for d in expected.documents
+    ]
+    assert found.report == expected.report
+
+
+def test_all_of_a_text_is_supervised_behind_one_bos(tmp_path):
+    llama3 = tokenizer_with(LLAMA3)
+    texts = ["a b", "<|begin_of_text|>a b"]
+    documents = corpus(tmp_path, llama3, [{"text": text} for text in texts]).documents
+    vocab = llama3.get_vocab()
+    for document in documents:
+        assert document.ids_T.tolist() == [vocab[t] for t in ("<|begin_of_text|>", "a", "Ġ", "b")]
+        assert document.loss_mask_T.tolist() == [1, 1, 1, 1]
+        assert (document.ids_T.dtype, document.loss_mask_T.dtype) == (np.int32, np.uint8)
+
+
+def test_a_conversation_has_one_bos_too(tmp_path):
+    [document] = corpus(tmp_path, tokenizer_with(LLAMA3), [conversation("A?", "B.")]).documents
+    assert document.ids_T.tolist().count(1) == 1
+    assert document.ids_T[0] == 1
+
+
+def test_ids_are_stored_as_they_are_and_rows_of_all_forms_keep_their_order(tmp_path, tokenizer):
+    ids = [7, 258, 0, 2, 2, 9]
+    rows = [
+        {"input_ids": ids, "loss_mask": [0, 0, 1, 1, 0, 1]},
+        conversation("A?", "B."),
+        {"text": "abc"},
+        {"conversations": [{"from": "human", "value": "A?"}, {"from": "gpt", "value": "C."}]},
+    ]
+    documents = corpus(tmp_path, tokenizer, rows).documents
+    assert [document.source_row for document in documents] == [0, 1, 2, 3]
+    assert documents[0].ids_T.tolist() == ids
+    assert documents[0].loss_mask_T.tolist() == [0, 0, 1, 1, 0, 1]
+    texts = [tokenizer.decode(document.ids_T) for document in documents[1:]]
+    assert ["B." in texts[0], texts[1], "C." in texts[2]] == [True, "abc", True]
+
+
+def test_ids_beyond_the_vocabulary_are_refused(tmp_path, tokenizer):
+    rows = [{"input_ids": [1, 259], "loss_mask": [1, 1]}]
+    with pytest.raises(DataError, match=r"line 1: `input_ids` holds 259, .* from 0 to 258"):
+        corpus(tmp_path, tokenizer, rows)
+
+
+def test_the_supervised_share_is_reported_and_has_a_floor(tmp_path, tokenizer):
+    rows = [
+        {"input_ids": [5] * 10, "loss_mask": [0] * 8 + [1] * 2},
+        {"input_ids": [6] * 30, "loss_mask": [0] * 26 + [1] * 4},
+    ]
+    report = corpus(tmp_path, tokenizer, rows, min_supervised_share=0.15).report
+    assert (report["supervised tokens"], report["supervised share"]) == (6, 0.15)
+    with pytest.raises(DataError, match=r"only 15.00% of the tokens .*share is 16.00%"):
+        corpus(tmp_path, tokenizer, rows, min_supervised_share=0.16)

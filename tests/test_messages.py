@@ -166,7 +166,7 @@ CASES = [
         hscache,
         f"{PRODUCE} --data.min-supervised-share 2",
         2,
-        ["min_supervised_share is 2", "0 and"],
+        ["supervised_share is 2", "0 and"],
     ),
     (
         hscache,

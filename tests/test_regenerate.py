@@ -1,5 +1,6 @@
 """`hscache regenerate` on a tiny saved Llama with a word tokenizer, real files and real kills."""
 
+import copy
 import json
 import os
 import signal
@@ -10,14 +11,17 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hscache.config import RegenerateConfig
+from hscache.config import RegenerateConfig, TargetConfig
 from hscache.errors import CacheMismatchError, ConfigError, DataError, StoppedBySignal
-from hscache.prompts import Prompt, read_prompts
+from hscache.pretrained import load_tokenizer
+from hscache.prompts import Prompt, prompt_ids, read_prompts
 from hscache.regenerate import output_row, regenerate, run
 
 CHATML = (
@@ -327,3 +331,24 @@ def test_half_a_character_at_the_cut_is_left_out():
         answer = SimpleNamespace(ids=cut, finish_reason=reason)
         row = output_row(prompt, answer, Bytes(), {255}, 0.0)
         assert row["messages"][-1]["content"] == expected
+
+
+def test_prompts_come_from_tables_and_sharegpt_too(tmp_path):
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "old"}]
+    rows = [{"conversations": turns, "tools": '[{"name": "f"}]'}, {"conversations": turns[:1]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet")
+    assert read_prompts([tmp_path / "*.parquet"]) == [
+        Prompt(id=1, messages=user("a"), tools=[{"name": "f"}]),
+        Prompt(id=2, messages=user("a")),
+    ]
+
+
+def test_offered_tools_are_seen_by_the_target_and_kept_with_the_answer(target):
+    tokenizer = copy.deepcopy(load_tokenizer(TargetConfig(path=str(target))))
+    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.name }} {% endfor %}w1"
+    prompt = Prompt(id=1, messages=user("w1"), tools=[{"name": "w2"}])
+    without = prompt_ids(Prompt(id=1, messages=user("w1")), tokenizer)
+    assert prompt_ids(prompt, tokenizer) != without
+    answer = SimpleNamespace(ids=[5], finish_reason="stop")
+    row = output_row(prompt, answer, tokenizer, {5}, 0.0)
+    assert row["tools"] == prompt.tools

@@ -266,7 +266,8 @@ class EvalConfig:
     shards: Path
     """The cache it was trained on."""
     prompts: tuple[str, ...] = ()
-    """JSONL files of conversations; the last user turn is answered by speculative decoding."""
+    """Files (or folders, or patterns) of conversations; the last user turn is answered by
+    speculative decoding."""
     target: str | None = None
     """Folder or hub id of the target; the one the cache names if not given."""
     dtype: Dtype = "float32"
