@@ -172,6 +172,9 @@ def _check_message(message: Any, index: int, where: str) -> dict[str, Any]:
             f"{str(message)[:_SHOWN]} as message {index + 1}."
         )
     message = {key: value for key, value in message.items() if value is not None}
+    for other in ("thinking", "reasoning"):  # what other servers and templates call it
+        if other in message:
+            message.setdefault("reasoning_content", message[other])
     calls = message.pop("tool_calls", None) or []
     if calls:
         message["tool_calls"] = _check_calls(calls, index, where)

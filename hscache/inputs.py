@@ -89,7 +89,8 @@ def _expand(name: str) -> list[Path]:
             f"the pattern {name} matches nothing (looked from {Path.cwd()}). Expected files "
             f"ending in {', '.join(SUFFIXES)}, or folders of them."
         )
-    return [path for match in matches for path in _files_of(Path(match))]
+    # Once each: `**` matches folders as well as what is in them.
+    return list(dict.fromkeys(path for match in matches for path in _files_of(Path(match))))
 
 
 def _files_of(path: Path) -> list[Path]:

@@ -46,6 +46,12 @@ def test_thinking_and_tool_calls_are_kept_with_arguments_as_objects():
     assert row.tools == [{"name": "f"}]
 
 
+@pytest.mark.parametrize("name", ["thinking", "reasoning"])
+def test_thinking_has_one_name(name):
+    turn = {"role": "assistant", "content": "B.", name: "hm"}
+    assert parsed(messages=[turn]).messages == [{**turn, "reasoning_content": "hm"}]
+
+
 def test_text_gives_way_to_the_other_forms_and_nulls_to_all():
     assert parsed(text="x") == PlainText(text="x", where="rows.parquet, row 1")
     assert isinstance(parsed(text="x", messages=MESSAGES), Conversation)

@@ -117,6 +117,7 @@ def test_folders_and_patterns_stand_for_their_files_in_order(tmp_path):
     assert values_of(tmp_path) == ROWS[:5]
     assert values_of(tmp_path / "?", tmp_path / "*.jsonl") == [*ROWS[:2], *ROWS[3:5], ROWS[2]]
     assert values_of(tmp_path / "**" / "*.jsonl") == [ROWS[0], ROWS[2]]
+    assert values_of(tmp_path / "a" / "**") == ROWS[:2]
 
 
 def test_a_name_with_brackets_is_a_name_before_it_is_a_pattern(tmp_path):

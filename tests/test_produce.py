@@ -450,6 +450,7 @@ def test_a_dry_run_prints_the_plan_and_touches_nothing(tmp_path, llama_dir, corp
     assert cli.main([*line, "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert "rows in" in printed
+    assert "supervised share" in printed
     assert "[0, 1, 3] of 5" in printed
     assert not (tmp_path / "cache").exists()
 

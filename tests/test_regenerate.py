@@ -18,6 +18,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from hscache.answers import rows_done
 from hscache.config import RegenerateConfig, TargetConfig
 from hscache.errors import CacheMismatchError, ConfigError, DataError, StoppedBySignal
 from hscache.pretrained import load_tokenizer
@@ -352,3 +353,13 @@ def test_offered_tools_are_seen_by_the_target_and_kept_with_the_answer(target):
     answer = SimpleNamespace(ids=[5], finish_reason="stop")
     row = output_row(prompt, answer, tokenizer, {5}, 0.0)
     assert row["tools"] == prompt.tools
+
+
+def test_an_answer_given_with_other_tools_is_refused(tmp_path):
+    prompt = Prompt(id=1, messages=user("w1"), tools=[{"name": "f"}])
+    answer = {"role": "assistant", "content": "x"}
+    row = {"id": 1, "messages": [*prompt.messages, answer], "tools": prompt.tools}
+    output = write_rows(tmp_path / "a.jsonl", [row])
+    assert rows_done(output, [prompt]) == {"1"}
+    with pytest.raises(CacheMismatchError, match="line 1: id 1 answers another prompt"):
+        rows_done(output, [Prompt(id=1, messages=user("w1"))])
