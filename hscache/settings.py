@@ -181,6 +181,8 @@ def _convert(entry: Entry, field: SettingField) -> Any:
     if isinstance(value, str) and field.is_list:
         value = split_list(value, field)
     value = _resolve(value, holds_text(field.type))
+    if isinstance(value, str) and set(alternatives(field.type)) <= {str, type(None)}:
+        return value  # jsonargparse would read YAML in it: "#" alone would be a comment, so None
     try:
         parsed = _checker(field.type).parse_object({"value": value})
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:

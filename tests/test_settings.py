@@ -470,3 +470,12 @@ def test_a_closed_pipe_ends_the_command_quietly(tmp_path):
 def test_nan_and_infinity_are_numbers():
     assert math.isnan(read("--shard-dir", "d", "--optim.lr", ".nan").optim.lr)
     assert read("--shard-dir", "d", "--optim.lr", "inf").optim.lr == math.inf
+
+
+@pytest.mark.parametrize("text", ["#", "# x", "- a", "{a: b}", "1e3", "~/x", "'", '"', "@", "%"])
+def test_text_is_taken_as_it_is_written(text, tmp_path):
+    # YAML means something by each of these.
+    path = tmp_path / "config.json"
+    config = replace(read("--shard-dir", "d"), note=text)
+    save_config(config, path)
+    assert read("--config", str(path)).note == text
