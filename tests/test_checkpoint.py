@@ -143,7 +143,7 @@ def saved(tmp_path):
     def save(where, step, keep=2):
         state = dataclasses.replace(training_state(run, training), step=step)
         return save_checkpoint(
-            where, training.drafter, training.optimizers, state,
+            where, training.drafter.config, training.masters, training.optimizers, state,
             target_config=target_config(run.cache), dtype=torch.float32, keep=keep,
         )  # fmt: skip
 

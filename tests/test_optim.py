@@ -8,7 +8,7 @@ from torch import nn
 
 from hscache.errors import ConfigError
 from trainer.config import OptimConfig
-from trainer.optim import clip_gradients, learning_rate, make_optimizers
+from trainer.optim import learning_rate, make_optimizers, scale_gradients
 
 
 def rates(**kwargs):
@@ -98,12 +98,12 @@ def test_norms_are_stepped_by_adamw_under_muon():
     assert torch.equal(vectors[0], vectors[1])
 
 
-def test_clipping_scales_the_joint_norm_and_returns_the_norm_before():
+def test_gradients_are_scaled_and_then_clipped_by_their_joint_norm():
     a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-    a.grad, b.grad = torch.tensor([3.0]), torch.tensor([4.0])
-    assert clip_gradients([a, b], 10.0).item() == pytest.approx(5.0)
+    a.grad, b.grad = torch.tensor([6.0]), torch.tensor([8.0])
+    assert scale_gradients([a, b], 0.5, 10.0).item() == pytest.approx(5.0)
     assert (a.grad.item(), b.grad.item()) == (3.0, 4.0)
-    assert clip_gradients(iter([a, b]), 1.0).item() == pytest.approx(5.0)
+    assert scale_gradients([a, b], 1.0, 1.0).item() == pytest.approx(5.0)
     assert a.grad.item() == pytest.approx(0.6, rel=1e-5)
     assert b.grad.item() == pytest.approx(0.8, rel=1e-5)
 
@@ -112,7 +112,7 @@ def test_clipping_scales_the_joint_norm_and_returns_the_norm_before():
 def test_clipping_a_gradient_that_is_not_finite_returns_it_for_the_caller_to_see(norm):
     weight = nn.Parameter(torch.zeros(2))
     weight.grad = torch.tensor([1.0, norm])
-    assert not clip_gradients([weight], 1.0).isfinite()
+    assert not scale_gradients([weight], 1.0, 1.0).isfinite()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Checkpoints: a folder that other tools load as a DFlash drafter, and what a resume needs.
 
-Takes drafter, optimizers and position; leaves `checkpoint-<step>/` with `model.safetensors` and
+Takes masters, optimizers and position; leaves `checkpoint-<step>/` with `model.safetensors` and
 `config.json` (z-lab's format), `training.safetensors` (fp32 masters, moments, RNG) and
 `trainer_state.json` (position, identity, settings, checksums). It appears whole or not at all.
 """
@@ -21,8 +21,10 @@ from safetensors.torch import load_file, save
 from hscache import files
 from hscache.errors import CacheMismatchError, ConfigError, ShardCorruptError
 from hscache.zarr_array import canonical_json, checksum_hex
+from trainer.config import DrafterConfig
 from trainer.drafter import Drafter
 from trainer.drafter_json import drafter_config_from_json, drafter_json
+from trainer.masters import Masters
 from trainer.schedule import Position
 
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -57,7 +59,8 @@ class TrainerState:
 
 def save_checkpoint(
     run_dir: Path,
-    drafter: Drafter,
+    config: DrafterConfig,
+    masters: Masters,
     optimizers: list[torch.optim.Optimizer],
     state: TrainerState,
     *,
@@ -69,22 +72,22 @@ def save_checkpoint(
 
     Raises DiskFullError; the checkpoints before it are then untouched.
     """
-    masters = {k: v.detach().cpu().contiguous() for k, v in drafter.state_dict().items()}
-    training = {f"master.{name}": value for name, value in masters.items()}
-    for name, parameter in drafter.named_parameters():
+    weights = {k: v.detach().cpu().contiguous() for k, v in masters.by_name.items()}
+    training = {f"master.{name}": value for name, value in weights.items()}
+    for name, parameter in masters.by_name.items():
         for optimizer in optimizers:
             for key, value in optimizer.state.get(parameter, {}).items():
                 training[f"optimizer.{key}.{name}"] = value.detach().cpu().contiguous()
     training["rng"] = torch.get_rng_state()
-    model = {name: value.to(dtype) for name, value in masters.items()}
-    config = drafter_json(drafter.config, target_config, dtype)
+    model = {name: value.to(dtype) for name, value in weights.items()}
+    model_config = drafter_json(config, target_config, dtype)
     final = run_dir / f"checkpoint-{state.step}"
     with files.temporary_folder(run_dir) as folder:
         checksums = {}
         for name, data in (
             (TRAINING, save(training)),
             (MODEL, save(model, metadata={"format": "pt"})),
-            (CONFIG, json.dumps(config, indent=2).encode()),
+            (CONFIG, json.dumps(model_config, indent=2).encode()),
         ):
             files.write_durable(folder / name, data)
             checksums[name] = checksum_hex(data)
@@ -159,18 +162,17 @@ def _damaged(path: Path, reason: str) -> ShardCorruptError:
     )
 
 
-def restore(checkpoint: Path, drafter: Drafter, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Load masters, moments and RNG into a drafter and its optimizers."""
+def restore(checkpoint: Path, masters: Masters, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Load masters, moments and RNG."""
     tensors = load_file(checkpoint / TRAINING)
-    drafter.load_state_dict(
+    masters.load(
         {k.removeprefix("master."): v for k, v in tensors.items() if k.startswith("master.")}
     )
-    parameters = dict(drafter.named_parameters())
     owner = {id(p): o for o in optimizers for group in o.param_groups for p in group["params"]}
     for full_name, value in tensors.items():
         if full_name.startswith("optimizer."):
             _, key, name = full_name.split(".", 2)
-            parameter = parameters[name]
+            parameter = masters.by_name[name]
             owner[id(parameter)].state[parameter][key] = value.to(parameter.device)
     torch.set_rng_state(tensors["rng"])
 

@@ -4,8 +4,8 @@ Takes the target's captured states and the frozen embeddings of blocks; hands ba
 the frozen head. Every layer's keys and values come from the same fused context (`context_kv`) and
 from the block. Parameter names are those of the published checkpoints, so they load elsewhere.
 
-Parameters are fp32 masters. Each product casts its weight to the dtype of the incoming features, so
-gradients reach the masters, and accumulate, in fp32.
+Parameters start in fp32, and each product casts its weight to the dtype of the incoming features;
+in training `trainer.masters` makes that cast once a step instead.
 
 Axes: S context tokens, F = num_features * hidden_size, H hidden, N blocks, B block slots,
 K key heads, D head_dim, C captured (context) width of one product.
@@ -179,7 +179,7 @@ class GatedMLP(nn.Module):
 
 
 class Linear(nn.Module):
-    """Product with an fp32 master weight [out, in], computed in the dtype of the input; no bias."""
+    """Product with a weight [out, in], computed in the dtype of the input; no bias."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Learning rate, optimizer and gradient clipping of the drafter.
+"""Learning rate, optimizer and gradient scaling of the drafter.
 
 Takes a step number or parameters; hands back a rate, torch's optimizers or the gradient norm. The
 schedule is a pure function of the step, so a resumed run needs no scheduler state.
@@ -59,10 +59,15 @@ def make_optimizers(
     return [muon, adamw([without_decay])] if vectors else [muon]
 
 
-def clip_gradients(params: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-    """Scale gradients to a joint L2 norm of at most `max_norm`; return the norm before.
+@torch.no_grad()
+def scale_gradients(params: list[nn.Parameter], scale: float, max_norm: float) -> torch.Tensor:
+    """Multiply gradients by `scale`, and further down to a joint L2 norm of at most `max_norm`.
 
-    The norm stays on the device (no synchronisation). A NaN or infinite norm makes the gradients
-    NaN: the caller must look at it before it keeps the result.
+    Returns the norm after `scale` and before clipping; it stays on the device (no synchronisation).
+    One pass over the gradients for the norm and one for the product. A NaN or infinite norm makes
+    the gradients NaN: the caller must look at it before it keeps the result.
     """
-    return nn.utils.clip_grad_norm_(list(params), max_norm)
+    gradients = [p.grad for p in params if p.grad is not None]
+    norm = nn.utils.get_total_norm(gradients) * scale
+    torch._foreach_mul_(gradients, scale * (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm

@@ -30,8 +30,9 @@ from trainer.config import OptimConfig
 from trainer.drafter import Drafter, embed_blocks
 from trainer.frozen import FrozenTarget, initial_norm, load_frozen, target_config
 from trainer.loss import frozen_head_cross_entropy
+from trainer.masters import Masters
 from trainer.metrics import StepFigures, Window
-from trainer.optim import clip_gradients, learning_rate, make_optimizers
+from trainer.optim import learning_rate, make_optimizers, scale_gradients
 from trainer.run_plan import RunPlan
 from trainer.schedule import Position
 
@@ -44,6 +45,7 @@ class Training:
     """Everything that an optimizer step changes."""
 
     drafter: Drafter
+    masters: Masters
     frozen: FrozenTarget
     optim: OptimConfig
     total_tokens: int
@@ -61,7 +63,7 @@ class Training:
     window: Window = field(default_factory=Window)
 
     def __post_init__(self) -> None:
-        self.optimizers = make_optimizers(self.drafter.parameters(), self.optim)
+        self.optimizers = make_optimizers(self.masters.parameters, self.optim)
 
     @property
     def rate(self) -> float:
@@ -82,7 +84,7 @@ class Training:
             if batch.weight_sum == 0:
                 continue
             loss_sum, correct = row_loss(self.drafter, self.frozen, batch, self.chunk_size)
-            (loss_sum / weight_sum).backward()
+            loss_sum.backward()
             losses.append(loss_sum.detach())
             corrects.append(correct)
         self.step += 1
@@ -93,7 +95,7 @@ class Training:
         self.anchors += num_anchors
         sums = None
         if losses:
-            norm = clip_gradients(self.drafter.parameters(), self.optim.clip)
+            norm = scale_gradients(self.masters.parameters, 1 / weight_sum, self.optim.clip)
             self._step_optimizers()
             sums = torch.stack(
                 [torch.stack(losses).double().sum(), torch.stack(corrects).sum(), norm.double()]
@@ -116,6 +118,7 @@ class Training:
                 parameters["lr"] = rate
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        self.masters.round_into_drafter()
 
 
 def start_training(run: RunPlan, device: torch.device) -> Training:
@@ -135,7 +138,7 @@ def start_training(run: RunPlan, device: torch.device) -> Training:
                 + "\n".join(lines)
                 + "\nGive the drafter settings of that folder, on a cache with its layers."
             )
-        training.drafter.load_state_dict(drafter.state_dict())
+        training.masters.load(drafter.state_dict())
     return training
 
 
@@ -146,8 +149,10 @@ def _new_training(run: RunPlan, device: torch.device) -> Training:
     drafter = Drafter(run.drafter, torch.Generator().manual_seed(config.seed))
     with torch.no_grad():
         drafter.norm.weight.copy_(initial_norm(frozen))
+    drafter = drafter.to(device)
     return Training(
-        drafter=drafter.to(device),
+        drafter=drafter,
+        masters=Masters(drafter, DTYPES[config.dtype]),
         frozen=frozen.to(device, DTYPES[config.dtype]),
         optim=config.optim,
         total_tokens=run.total_tokens,
@@ -164,7 +169,7 @@ def resume_training(
     """
     training = _new_training(run, device)
     require_same_run(found, training_state(run, training), checkpoint)
-    restore(checkpoint, training.drafter, training.optimizers)
+    restore(checkpoint, training.masters, training.optimizers)
     training.step = found.step
     training.position = found.position
     training.tokens = found.tokens
@@ -208,7 +213,8 @@ def save_training(run: RunPlan, training: Training) -> Path:
     """Write a checkpoint of the run; raises HscacheError instead when the loss is not finite."""
     return save_checkpoint(
         run.config.run_dir,
-        training.drafter,
+        training.drafter.config,
+        training.masters,
         training.optimizers,
         training_state(run, training),
         target_config=target_config(run.cache),
