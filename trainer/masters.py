@@ -19,8 +19,8 @@ class Masters:
 
     def __init__(self, drafter: nn.Module, dtype: torch.dtype) -> None:
         self.by_name: dict[str, nn.Parameter] = {}
-        self._lowered: list[nn.Parameter] = []
-        self._masters: list[nn.Parameter] = []
+        self._lowered: list[torch.Tensor] = []
+        self._masters: list[torch.Tensor] = []
         for name, parameter in drafter.named_parameters():
             if parameter.ndim < 2 or parameter.dtype == dtype:
                 self.by_name[name] = parameter
