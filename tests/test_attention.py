@@ -35,6 +35,7 @@ def attend(tensors, backend):
     plan = plan_attention(
         STARTS,
         ENDS,
+        num_context=NUM_CONTEXT,
         block_size=BLOCK,
         queries_per_key_head=HEADS // KEY_HEADS,
         dtype=tensors[0].dtype,
@@ -121,8 +122,8 @@ def test_backends_agree(dtype):
 
 def test_documents_are_grouped_once_each():
     plan = plan_attention(
-        STARTS, ENDS, block_size=BLOCK, queries_per_key_head=2, dtype=torch.float32
-    )
-    assert plan.backend == "split"
+        STARTS, ENDS, num_context=NUM_CONTEXT, block_size=BLOCK, queries_per_key_head=2,
+        dtype=torch.float32, backend="split",
+    )  # fmt: skip
     groups = [(d.first_block, d.last_block, d.context_start, d.context_end) for d in plan.documents]
     assert groups == [(0, 3, 0, 4), (3, 5, 5, 11), (5, 7, 0, 0)]

@@ -78,10 +78,10 @@ def test_blocks_see_their_document_up_to_the_anchor_and_are_labelled_by_what_fol
         starts = np.cumsum([0] + [int(plan.lengths[d]) for d in batch.document_ids])
         weight_sum = 0.0
         for label, weight, slot in zip(
-            batch.labels_M.tolist(), batch.weights_M.tolist(), batch.scored_slots_M.tolist(),
+            batch.labels_M.tolist(), batch.weights_M.tolist(), batch.scored_M.tolist(),
             strict=True,
         ):  # fmt: skip
-            block, k = divmod(slot, 4)
+            block, k = slot // 3, slot % 3 + 1
             start, end = int(batch.context_start_N[block]), int(batch.context_end_N[block])
             document = batch.document_ids[starts.tolist().index(start)]
             ids, mask = plan.input_ids(document), plan.loss_mask(document)
@@ -131,9 +131,9 @@ def test_sampled_slots_keep_the_first_and_weigh_one(folder):
     for a, b in zip(whole, sampled, strict=True):
         assert a.document_ids == b.document_ids
         assert set(b.weights_M.tolist()) == {1.0}
-        assert set(b.scored_slots_M.tolist()) <= set(a.scored_slots_M.tolist())
-        firsts = {s for s in a.scored_slots_M.tolist() if s % 4 == 1}
-        assert firsts <= set(b.scored_slots_M.tolist())
+        assert set(b.scored_M.tolist()) <= set(a.scored_M.tolist())
+        firsts = {s for s in a.scored_M.tolist() if s % 3 == 0}
+        assert firsts <= set(b.scored_M.tolist())
     assert sum(len(b.labels_M) for b in sampled) < sum(len(b.labels_M) for b in whole)
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.config import DrafterConfig, num_parameters
-from trainer.drafter import Drafter, embed_blocks
+from trainer.drafter import Drafter, lay_out_blocks
 
 CONFIG = DrafterConfig(
     hidden_size=24,
@@ -53,18 +53,17 @@ def make_row(seed=0, num_empty=2):
     for length, anchors in zip(LENGTHS, ANCHORS, strict=True):
         starts += [offset] * len(anchors)
         ends += [offset + anchor for anchor in anchors]
-        anchor_ids += [ids[offset + anchor] for anchor in anchors]
+        anchor_ids += [int(ids[offset + anchor]) for anchor in anchors]
         offset += length
     empty = [0] * num_empty
-    anchor_ids = torch.tensor(anchor_ids + empty)
-    blocks = embed_blocks(
-        embedding, anchor_ids, mask_token_id=CONFIG.mask_token_id, block_size=BLOCK
-    )
+    anchor_ids += empty
+    blocks = lay_out_blocks(embedding[[*anchor_ids, CONFIG.mask_token_id]], BLOCK)
     return features, positions, blocks, torch.tensor(starts + empty), torch.tensor(ends + empty)
 
 
 def run(drafter, features, positions, blocks, starts, ends, **kwargs):
-    return drafter(blocks, drafter.context_kv(features, positions), starts, ends, **kwargs)
+    kv = drafter.context_kv(features, positions)
+    return drafter(blocks[:, 0], blocks[-1, 1], kv, starts, ends, **kwargs)
 
 
 def dense_reference(state, features, positions, blocks, starts, ends):
@@ -118,7 +117,7 @@ def dense_reference(state, features, positions, blocks, starts, ends):
             for part in ("gate", "up", "down")
         )
         hidden = hidden + (F.silu(normed @ gate.T) * (normed @ up.T)) @ down.T
-    return norm(hidden, "norm").view(blocks.shape)
+    return norm(hidden, "norm").view(blocks.shape)[:, 1:]
 
 
 @pytest.mark.parametrize("backend", ["split", "sdpa"])
@@ -182,7 +181,7 @@ def test_other_document_changes_a_block_by_exactly_zero(dtype):
     before, grads = loss_and_gradients(features, blocks)
     changed, changed_blocks = features.clone(), blocks.clone()
     changed[: LENGTHS[0]] += 1.0
-    changed_blocks[:3] += 1.0
+    changed_blocks[:3, 0] += 1.0
     after, changed_grads = loss_and_gradients(changed, changed_blocks)
     assert torch.equal(before, after)
     assert all(torch.equal(a, b) for a, b in zip(grads, changed_grads, strict=True))
@@ -236,7 +235,8 @@ def test_decoding_step_by_step_equals_training_on_the_whole_row():
             (torch.cat([p[i][0] for p in pieces]), torch.cat([p[i][1] for p in pieces]))
             for i in range(CONFIG.num_hidden_layers)
         ]
-        decoded = drafter(blocks[n : n + 1], kv, torch.tensor([0]), ends[n : n + 1])
+        anchor, mask = blocks[n : n + 1, 0], blocks[-1, 1]
+        decoded = drafter(anchor, mask, kv, torch.tensor([0]), ends[n : n + 1])
         torch.testing.assert_close(decoded[0], trained[n], rtol=1e-5, atol=1e-5)
 
 
@@ -295,10 +295,10 @@ def test_initial_weights_depend_on_the_generator_alone():
     assert torch.equal(a["norm.weight"], torch.ones(CONFIG.hidden_size))
 
 
-def test_block_embeddings_are_the_anchor_then_masks():
-    embedding = torch.arange(12.0).view(6, 2)
-    blocks = embed_blocks(embedding, torch.tensor([5, 0]), mask_token_id=3, block_size=3)
-    assert torch.equal(blocks, embedding[torch.tensor([[5, 3, 3], [0, 3, 3]])])
+def test_blocks_are_the_anchor_then_masks():
+    rows = torch.arange(12.0).view(6, 2)
+    blocks = lay_out_blocks(rows[[5, 0, 3]], 3)
+    assert torch.equal(blocks, rows[torch.tensor([[5, 3, 3], [0, 3, 3]])])
 
 
 def test_z_lab_model_loads_our_weights_strictly_and_gives_our_hidden_states():
@@ -336,4 +336,4 @@ def test_z_lab_model_loads_our_weights_strictly_and_gives_our_hidden_states():
                 noise_embedding=blocks[n : n + 1],
                 target_hidden=features[None, start:end],
             )
-        torch.testing.assert_close(ours[n], expected[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours[n], expected[0, 1:], rtol=1e-5, atol=1e-5)

@@ -12,7 +12,7 @@ from trainer.acceptance import Acceptance
 from trainer.anchors import valid_anchors
 from trainer.checkpoint import load_drafter
 from trainer.decode import speculative_decode
-from trainer.drafter import Drafter, embed_blocks
+from trainer.drafter import Drafter
 from trainer.estimate import estimate_acceptance
 from trainer.frozen import load_frozen
 from trainer.proposer import DrafterProposer
@@ -97,12 +97,12 @@ def test_estimate_equals_a_slow_loop_over_single_blocks(greedy, dtype, monkeypat
             matches = {}
             for anchor in valid_anchors(document.loss_mask).tolist():
                 kv = drafter.context_kv(features[:anchor], torch.arange(anchor))
-                blocks = embed_blocks(
-                    frozen.embedding_VH, torch.tensor([ids[anchor]]),
-                    mask_token_id=drafter.config.mask_token_id, block_size=BLOCK,
+                hidden = drafter(
+                    frozen.embedding_VH[[ids[anchor]]],
+                    frozen.embedding_VH[drafter.config.mask_token_id],
+                    kv, torch.tensor([0]), torch.tensor([anchor]),
                 )  # fmt: skip
-                hidden = drafter(blocks, kv, torch.tensor([0]), torch.tensor([anchor]))
-                drafts = (hidden[0, 1:] @ frozen.head_VH.T).argmax(-1).tolist()
+                drafts = (hidden[0] @ frozen.head_VH.T).argmax(-1).tolist()
                 count = 0
                 while anchor + 1 + count < end and count < BLOCK - 1 and (
                     drafts[count] == ids[anchor + 1 + count]

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainer.loss import frozen_head_cross_entropy
+from trainer.loss import frozen_head_cross_entropy, fused_softmax
 
 NUM_SLOTS, VOCAB, HIDDEN = 77, 101, 12
 
@@ -127,3 +127,16 @@ def test_gradients_of_parts_with_one_division_equal_the_big_batch():
         )
         (loss_sum / weight_sum).backward()
     torch.testing.assert_close(parts.grad, hidden.grad, rtol=1e-10, atol=1e-14)
+
+
+def test_fused_softmax_gives_losses_argmax_and_gradients():
+    generator = torch.Generator().manual_seed(0)
+    logits = (5 * torch.randn(9, VOCAB, generator=generator)).requires_grad_()
+    labels = torch.randint(0, VOCAB, (9,), generator=generator)
+    expected = F.cross_entropy(logits, labels, reduction="none")
+    (gradient,) = torch.autograd.grad(expected.sum(), logits)
+    overwritten = logits.detach().clone()
+    losses, predicted = fused_softmax(overwritten, labels)
+    torch.testing.assert_close(losses, expected.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(overwritten, gradient, rtol=1e-5, atol=1e-6)
+    assert torch.equal(predicted, logits.argmax(-1))

@@ -5,7 +5,7 @@ import torch
 from trainer_cache import HIDDEN, LAYER_IDS, MASK, NUM_LAYERS, SHAPE, VOCAB
 
 from trainer.config import DrafterConfig
-from trainer.drafter import Drafter, embed_blocks
+from trainer.drafter import Drafter
 from trainer.frozen import FrozenTarget
 from trainer.proposer import DrafterProposer
 
@@ -34,13 +34,12 @@ def frozen() -> FrozenTarget:
 def draft_at_once(drafter, frozen, features, anchor_id, num_tokens):
     """All features in one product, one block behind them."""
     end = len(features)
-    blocks = embed_blocks(
-        frozen.embedding_VH, torch.tensor([anchor_id]), mask_token_id=MASK,
-        block_size=num_tokens + 1,
-    )  # fmt: skip
     kv = drafter.context_kv(features, torch.arange(end))
-    hidden = drafter(blocks, kv, torch.tensor([0]), torch.tensor([end]))
-    return (hidden[0] @ frozen.head_VH.T)[1:].argmax(-1).tolist()
+    anchor, mask = frozen.embedding_VH[[anchor_id]], frozen.embedding_VH[MASK]
+    hidden = drafter(
+        anchor, mask, kv, torch.tensor([0]), torch.tensor([end]), block_size=num_tokens + 1
+    )
+    return (hidden[0] @ frozen.head_VH.T).argmax(-1).tolist()
 
 
 @torch.inference_mode()

@@ -113,7 +113,6 @@ def test_row_equals_the_obvious_loops(data):
     assert row.document_ids == tuple(document.document_id for document in documents)
     assert row.document_offsets == tuple(np.cumsum([0, *lengths]).tolist())
     flat = [(n, k) for n in range(12) for k in range(1, block_size) if weights[n][k - 1] > 0]
-    assert row.scored_slots_M.tolist() == [n * block_size + k for n, k in flat]
     assert row.scored_M.tolist() == [n * (block_size - 1) + k - 1 for n, k in flat]
 
 
@@ -127,5 +126,5 @@ def test_padding_changes_only_empty_slots():
     large = build_row([document], anchors, row_tokens=99, anchors_per_row=9, **shape)
     assert large.weights_NK.sum() == small.weights_NK.sum()
     assert np.array_equal(large.weights_NK[:2], small.weights_NK)
-    assert np.array_equal(large.scored_slots_M, small.scored_slots_M)
+    assert np.array_equal(large.scored_M, small.scored_M)
     assert small.labels_NK.tolist() == [[3, 4, 5], [6, 0, 0]]

@@ -20,10 +20,11 @@ from trainer.batches import to_batch
 from trainer.checkpoint import load_drafter
 from trainer.config import OptimConfig
 from trainer.fit import fit
+from trainer.row_loss import row_loss
 from trainer.rows import RowDocument, build_row, decayed_weights
 from trainer.run_plan import plan_run
 from trainer.schedule import Position
-from trainer.training import Training, row_loss, start_training, training_state
+from trainer.training import Training, start_training, training_state
 
 LENGTHS = (9, 30, 17, 24)  # unequal weights, so that a mean of means differs
 
@@ -71,7 +72,7 @@ def gradients(training, group, monkeypatch):
 def reference(training, batches):
     """All losses in one graph, one division, one backward."""
     training.drafter.zero_grad()
-    total = sum(row_loss(training.drafter, training.frozen, b, 512)[0] for b in batches)
+    total = sum(row_loss(training.drafter, training.frozen, b, chunk_size=512)[0] for b in batches)
     (total / sum(float(b.weights_M.double().sum()) for b in batches)).backward()
     return {name: p.grad.clone() for name, p in training.drafter.named_parameters()}
 
@@ -138,14 +139,16 @@ def test_padding_of_the_row_changes_neither_loss_nor_gradient(run, training, mon
 def loss_by_block(training, batch):
     """Loss of every block on its own, exactly as the batch's labels and weights say."""
     losses = {}
-    for block in sorted({slot // 4 for slot in batch.scored_slots_M.tolist()}):
-        keep = (batch.scored_slots_M // 4) == block
+    for block in sorted({slot // 3 for slot in batch.scored_M.tolist()}):
+        keep = (batch.scored_M // 3) == block
         only = dict(vars(batch))
         only["labels_M"] = batch.labels_M[keep]
         only["weights_M"] = batch.weights_M[keep]
-        only["scored_slots_M"] = batch.scored_slots_M[keep]
+        only["scored_M"] = batch.scored_M[keep]
         with torch.no_grad():
-            losses[block] = row_loss(training.drafter, training.frozen, type(batch)(**only), 512)[0]
+            losses[block] = row_loss(
+                training.drafter, training.frozen, type(batch)(**only), chunk_size=512
+            )[0]
     return losses
 
 

@@ -2,7 +2,9 @@
 
 Takes queries, keys and values that are already normed and rotated; hands back one vector per query
 head. `plan_attention` turns the intervals into masks once per forward, `block_attention` runs one
-layer. Work goes document by document, so the cost follows the documents' lengths, not the row's.
+layer. Three ways give the same result: `flex` is for GPUs (`trainer.flex`); `split` is twice as
+fast as `sdpa` on a CPU; `sdpa` runs anywhere, needs no compiler and is slow. The last two work
+document by document, so their cost follows the documents' lengths, not the row's.
 
 Axes: N blocks, B block slots, S context tokens, h query heads, K key heads, G = h / K, d head
 width, R = N * B * G query rows of one key head; of one document: n blocks, C context tokens.
@@ -10,13 +12,18 @@ width, R = N * B * G query rows of one key head; of one document: n blocks, C co
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask
 
-Backend = Literal["split", "sdpa"]
+from hscache.errors import ConfigError
+from trainer.flex import flex_block_attention, flex_mask
+
+Backend = Literal["flex", "split", "sdpa"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,27 +45,57 @@ class AttentionPlan:
     """What all layers of one forward share."""
 
     backend: Backend
-    documents: tuple[DocumentBlocks, ...]
+    documents: tuple[DocumentBlocks, ...] = ()
+    mask: BlockMask | None = None
+    """for `flex`"""
+
+
+def eager_backend(device: torch.device) -> Backend:
+    """Return the backend for a few blocks of any shape: nothing is compiled for them."""
+    return "split" if device.type == "cpu" else "sdpa"
+
+
+def training_backend(asked: Literal["auto", "sdpa"], device: torch.device) -> Backend:
+    """Return the backend for rows of one shape: flex on a GPU unless sdpa is asked for.
+
+    Raises ConfigError on a GPU without triton: the uncompiled FlexAttention, which torch would fall
+    back to, writes all scores down.
+    """
+    if asked == "sdpa":
+        return "sdpa"
+    if device.type == "cpu":
+        return "split"
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError(
+            "attention: training on a GPU compiles FlexAttention with triton, which is not "
+            "installed (it comes with torch's CUDA builds). Install it, or ask for the slow "
+            "reference with --attention sdpa."
+        )
+    return "flex"
 
 
 def plan_attention(
     context_start_N: torch.Tensor,
     context_end_N: torch.Tensor,
     *,
+    num_context: int,
     block_size: int,
     queries_per_key_head: int,
     dtype: torch.dtype,
-    backend: Backend | None = None,
+    backend: Backend,
 ) -> AttentionPlan:
     """Group the blocks by document and build the masks; N >= 1, int64 intervals start <= s < end.
 
     An empty interval is allowed: the block then sees only itself, so the output stays finite.
-    `split` writes the scores down and is twice as fast on a CPU; `sdpa` never does and needs far
-    less memory. None picks by device. Copies the intervals to the host, once per forward.
+    `split` and `sdpa` copy the intervals to the host, once per forward; `flex` never waits for the
+    device.
     """
+    if backend == "flex":
+        mask = flex_mask(
+            context_start_N, context_end_N, num_context=num_context, block_size=block_size
+        )
+        return AttentionPlan(backend=backend, mask=mask)
     device = context_start_N.device
-    if backend is None:
-        backend = "split" if device.type == "cpu" else "sdpa"
     starts, ends = context_start_N.tolist(), context_end_N.tolist()
     edges = [n for n in range(1, len(starts)) if starts[n] != starts[n - 1]]
     documents = []
@@ -98,6 +135,10 @@ def block_attention(
     Scores are scaled by d ** -0.5. Other blocks and positions outside the interval have weight
     exactly 0, so they change neither the output nor any gradient.
     """
+    if plan.mask is not None:
+        return flex_block_attention(
+            q_NBhd, k_context_SKd, v_context_SKd, k_block_NBKd, v_block_NBKd, plan.mask
+        )
     num_blocks, block_size, num_heads, head_dim = q_NBhd.shape
     num_key_heads = k_context_SKd.shape[1]
     group_size = num_heads // num_key_heads

@@ -44,8 +44,8 @@ class Batch:
     context_end_N: torch.Tensor
     labels_M: torch.Tensor
     weights_M: torch.Tensor
-    scored_slots_M: torch.Tensor
-    """indices into hidden states [N * block_size]"""
+    scored_M: torch.Tensor
+    """indices of the scored slots into [N * K]"""
     weight_sum: float
     """sum of weights_M, known on the host: no synchronisation to divide by it"""
     num_tokens: int
@@ -249,7 +249,7 @@ def to_batch(
         context_end_N=tensor(row.context_end_N[:anchors]),
         labels_M=tensor(row.labels_NK.reshape(-1)[scored_M]),
         weights_M=tensor(weights_M),
-        scored_slots_M=tensor(row.scored_slots_M),
+        scored_M=tensor(scored_M),
         weight_sum=float(weights_M.sum(dtype=np.float64)),
         num_tokens=row.num_tokens,
         num_anchors=row.num_anchors,

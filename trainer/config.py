@@ -159,13 +159,13 @@ class LossConfig:
     """Slot k weighs exp(-(k - 1) / gamma); by block size if not given: 16: 7, 10: 5, 8: 4."""
     sample_slots: bool = False
     """Score slot k with that probability at weight 1: same expected loss, fewer head products."""
-    chunk_size: int = 512
-    """Slots whose logits are in memory at once."""
+    chunk_size: int | None = None
+    """Slots whose logits are in memory at once; 512 on a CPU and 8,192 on a GPU if not given."""
 
     def __post_init__(self) -> None:
         if self.gamma is not None and not self.gamma > 0:
             raise ConfigError(f"gamma: found {self.gamma}, expected a number above 0.")
-        if self.chunk_size < 1:
+        if self.chunk_size is not None and self.chunk_size < 1:
             raise ConfigError(f"chunk_size: found {self.chunk_size}, expected at least 1.")
 
 
@@ -229,6 +229,8 @@ class FitConfig:
     """Dtype of the matrix products; masters, gradients and moments are fp32."""
     device: Device = "auto"
     """cpu, cuda, or auto."""
+    attention: Literal["auto", "sdpa"] = "auto"
+    """auto compiles for the GPU; sdpa is a slow reference without any compiler."""
     threads: int = 4
     """Threads that decode shards."""
     init_from: Path | None = None

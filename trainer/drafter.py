@@ -19,7 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.attention import AttentionPlan, Backend, block_attention, plan_attention
+from trainer.attention import (
+    AttentionPlan,
+    Backend,
+    block_attention,
+    eager_backend,
+    plan_attention,
+)
 from trainer.config import DrafterConfig
 
 ContextKV = list[tuple[torch.Tensor, torch.Tensor]]
@@ -45,58 +51,84 @@ class Drafter(nn.Module):
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02, generator=generator)
 
-    def context_kv(self, features_SF: torch.Tensor, position_ids_S: torch.Tensor) -> ContextKV:
+    def context_kv(
+        self,
+        features_SF: torch.Tensor,
+        position_ids_S: torch.Tensor,
+        *,
+        backend: Backend | None = None,
+    ) -> ContextKV:
         """Return each layer's context keys (normed, rotated) and values, both [S, K, D].
 
         Row s depends on features and position s alone, so pieces computed one after another and
         concatenated equal the whole: decoding appends to it.
         """
-        context_SH = self.hidden_norm(self.fc(features_SF))
+        backend = backend or eager_backend(features_SF.device)
+        run = _compiled_context_kv if backend == "flex" else _context_kv
         layers = [cast(DrafterLayer, layer).self_attn for layer in self.layers]
-        weights = [proj.weight for layer in layers for proj in (layer.k_proj, layer.v_proj)]
-        # One product for all layers: the context is the same tensor for each of them.
-        kv_SC = F.linear(context_SH, torch.cat([w.to(context_SH.dtype) for w in weights]))
-        kv_SLKD = kv_SC.view(len(kv_SC), 2 * len(layers), -1, self.config.head_dim)
-        rotation = self._rotation(position_ids_S)
-        parts = kv_SLKD.unbind(1)
-        return [
-            (rotate(layer.k_norm.in_fp32(k_SKD), rotation).to(k_SKD.dtype), v_SKD)
-            for layer, k_SKD, v_SKD in zip(layers, parts[0::2], parts[1::2], strict=True)
-        ]
+        return run(self, layers, features_SF, self._rotation(position_ids_S))
 
     def forward(
         self,
-        block_embeddings_NBH: torch.Tensor,
+        anchor_embeddings_NH: torch.Tensor,
+        mask_embedding_H: torch.Tensor,
         context_kv: ContextKV,
         context_start_N: torch.Tensor,
         context_end_N: torch.Tensor,
         *,
+        block_size: int | None = None,
         backend: Backend | None = None,
     ) -> torch.Tensor:
-        """Return the hidden states [N, B, H] after the final norm, in the dtype of the embeddings.
+        """Return the hidden states [N, B - 1, H] of the slots to predict, after the final norm.
 
-        Block n sees context rows start <= s < end and its own slots; slot k has position
-        end - start + k, the anchor's place in its document plus k. B may be below `block_size`.
+        Block n is [anchor n, mask, mask, ...]; it sees context rows start <= s < end and its own
+        slots. Slot k, returned at k - 1, has position end - start + k, the anchor's place in its
+        document plus k. `block_size` is the drafter's unless a smaller one is asked for. What is
+        equal for all masks is computed once (the first layer projects N + 1 rows), and what no one
+        reads is not computed (the last layer ends with the slots to predict).
+
+        `backend` None computes a call of any shape at once; "flex" compiles for these shapes.
         """
         config = self.config
-        block_size = block_embeddings_NBH.shape[1]
+        block_size = block_size or config.block_size
+        backend = backend or eager_backend(context_start_N.device)
         slots_B = torch.arange(block_size, device=context_start_N.device)
         rotation = self._rotation((context_end_N - context_start_N)[:, None] + slots_B)
         plan = plan_attention(
             context_start_N,
             context_end_N,
+            num_context=len(context_kv[0][0]),
             block_size=block_size,
             queries_per_key_head=config.num_attention_heads // config.num_key_value_heads,
-            dtype=block_embeddings_NBH.dtype,
+            dtype=anchor_embeddings_NH.dtype,
             backend=backend,
         )
-        hidden_NBH = block_embeddings_NBH
-        for layer, (k_SKD, v_SKD) in zip(self.layers, context_kv, strict=True):
-            hidden_NBH = layer(hidden_NBH, k_SKD, v_SKD, rotation, plan)
-        return self.norm(hidden_NBH)
+        run = _compiled_layer if backend == "flex" else DrafterLayer.forward
+        hidden = torch.cat([anchor_embeddings_NH, mask_embedding_H[None]])
+        last = len(self.layers) - 1
+        for i, (layer, (k_SKD, v_SKD)) in enumerate(zip(self.layers, context_kv, strict=True)):
+            final_norm = self.norm if i == last else None
+            hidden = run(
+                cast(DrafterLayer, layer), hidden, k_SKD, v_SKD, rotation, plan, final_norm
+            )
+        return hidden
 
     def _rotation(self, position_ids: torch.Tensor) -> Rotation:
         return rotary_tables(position_ids, self.config.head_dim, self.config.rope_theta)
+
+
+def _context_kv(
+    drafter: Drafter, layers: list[DrafterAttention], features_SF: torch.Tensor, rotation: Rotation
+) -> ContextKV:
+    context_SH = drafter.hidden_norm(drafter.fc(features_SF))
+    weights = [proj.weight for layer in layers for proj in (layer.k_proj, layer.v_proj)]
+    # One product for all layers: the context is the same tensor for each of them.
+    kv_SC = F.linear(context_SH, torch.cat([w.to(context_SH.dtype) for w in weights]))
+    parts = kv_SC.view(len(kv_SC), 2 * len(layers), -1, drafter.config.head_dim).unbind(1)
+    return [
+        (rotate(layer.k_norm.in_fp32(k_SKD), rotation).to(k_SKD.dtype), v_SKD)
+        for layer, k_SKD, v_SKD in zip(layers, parts[0::2], parts[1::2], strict=True)
+    ]
 
 
 class DrafterLayer(nn.Module):
@@ -111,18 +143,34 @@ class DrafterLayer(nn.Module):
 
     def forward(
         self,
-        hidden_NBH: torch.Tensor,
+        hidden: torch.Tensor,
         k_context_SKD: torch.Tensor,
         v_context_SKD: torch.Tensor,
         rotation: Rotation,
         plan: AttentionPlan,
+        final_norm: RMSNorm | None,
     ) -> torch.Tensor:
-        """Return the residual stream [N, B, H] after this layer."""
-        normed_NBH = self.input_layernorm(hidden_NBH)
-        hidden_NBH = hidden_NBH + self.self_attn(
-            normed_NBH, k_context_SKD, v_context_SKD, rotation, plan
-        )
-        return hidden_NBH + self.mlp(self.post_attention_layernorm(hidden_NBH))
+        """Return the residual stream [N, B, H] after this layer.
+
+        The first layer is given [N + 1, H]: the anchors' embeddings and then the one of all masks.
+        The last layer is given the final norm and returns [N, B - 1, H], the slots to predict.
+        """
+        block_size = rotation[0].shape[1]
+        q, k, v = self.self_attn.project(self.input_layernorm(hidden))
+        if hidden.ndim == 2:
+            hidden, q, k, v = (lay_out_blocks(x, block_size) for x in (hidden, q, k, v))
+        attended = self.self_attn.attend(q, k, v, k_context_SKD, v_context_SKD, rotation, plan)
+        if final_norm is not None:
+            hidden, attended = hidden[:, 1:], attended[:, 1:]
+        hidden = hidden + self.self_attn.o_proj(attended)
+        hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return hidden if final_norm is None else final_norm(hidden)
+
+
+def lay_out_blocks(rows: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Return blocks [N, B, ...] of [row n, last row, last row, ...] from [N + 1, ...]."""
+    anchors, mask = rows[:-1, None], rows[-1:, None]
+    return torch.cat([anchors, mask.expand(len(anchors), block_size - 1, *rows.shape[1:])], dim=1)
 
 
 class DrafterAttention(nn.Module):
@@ -140,28 +188,38 @@ class DrafterAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def forward(
+    def project(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries [..., h, D], keys and values [..., K, D] of [..., H], before any norm."""
+        weights = [proj.weight for proj in (self.q_proj, self.k_proj, self.v_proj)]
+        # One product for all three, so that its backward pass is one product too.
+        qkv = F.linear(normed, torch.cat([weight.to(normed.dtype) for weight in weights]))
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim))
+            for part in qkv.split([len(weight) for weight in weights], dim=-1)
+        )
+        return q, k, v
+
+    def attend(
         self,
-        hidden_NBH: torch.Tensor,
+        q_NBhD: torch.Tensor,
+        k_NBKD: torch.Tensor,
+        v_NBKD: torch.Tensor,
         k_context_SKD: torch.Tensor,
         v_context_SKD: torch.Tensor,
         rotation: Rotation,
         plan: AttentionPlan,
     ) -> torch.Tensor:
-        """Return the attention's addition to the residual stream, [N, B, H]."""
-        dtype, heads = hidden_NBH.dtype, (*hidden_NBH.shape[:2], -1, self.head_dim)
-        q_NBhD = self.q_norm.in_fp32(self.q_proj(hidden_NBH).view(heads))
-        k_NBKD = self.k_norm.in_fp32(self.k_proj(hidden_NBH).view(heads))
-        v_NBKD = self.v_proj(hidden_NBH).view(heads)
+        """Norm and turn queries and keys and attend; returns [N, B, h * D]."""
+        dtype = q_NBhD.dtype
         out_NBhD = block_attention(
-            rotate(q_NBhD, rotation).to(dtype),
+            rotate(self.q_norm.in_fp32(q_NBhD), rotation).to(dtype),
             k_context_SKD,
             v_context_SKD,
-            rotate(k_NBKD, rotation).to(dtype),
+            rotate(self.k_norm.in_fp32(k_NBKD), rotation).to(dtype),
             v_NBKD,
             plan,
         )
-        return self.o_proj(out_NBhD.flatten(2))
+        return out_NBhD.flatten(2)
 
 
 class GatedMLP(nn.Module):
@@ -223,10 +281,6 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-def embed_blocks(
-    embedding_VH: torch.Tensor, anchor_ids_N: torch.Tensor, *, mask_token_id: int, block_size: int
-) -> torch.Tensor:
-    """Return the frozen embeddings [N, B, H] of blocks [anchor, mask, mask, ...]."""
-    num_blocks, hidden_size = len(anchor_ids_N), embedding_VH.shape[1]
-    masks_NBH = embedding_VH[mask_token_id].expand(num_blocks, block_size - 1, hidden_size)
-    return torch.cat([embedding_VH[anchor_ids_N][:, None], masks_NBH], dim=1)
+# Compiling a layer rather than the model: all middle layers share one piece of code.
+_compiled_layer = torch.compile(DrafterLayer.forward, fullgraph=True, dynamic=False)
+_compiled_context_kv = torch.compile(_context_kv, fullgraph=True, dynamic=False)

@@ -16,7 +16,7 @@ import torch
 from hscache.reader import Document
 from trainer.acceptance import Acceptance, document_acceptance, leading_matches
 from trainer.anchors import valid_anchors
-from trainer.drafter import Drafter, embed_blocks
+from trainer.drafter import Drafter
 from trainer.frozen import FrozenTarget
 
 _BLOCKS = 128
@@ -55,15 +55,15 @@ def _document(
     proposed = []
     for start in range(0, len(anchors_A), _BLOCKS):
         anchors_N = torch.from_numpy(anchors_A[start : start + _BLOCKS]).to(device)
-        blocks_NBH = embed_blocks(
-            frozen.embedding_VH,
-            ids_T[anchors_N],
-            mask_token_id=drafter.config.mask_token_id,
-            block_size=block_size,
+        hidden_NKH = drafter(
+            frozen.embedding_VH[ids_T[anchors_N]],
+            frozen.embedding_VH[drafter.config.mask_token_id],
+            context_kv,
+            torch.zeros_like(anchors_N),
+            anchors_N,
         )
-        hidden_NBH = drafter(blocks_NBH, context_kv, torch.zeros_like(anchors_N), anchors_N)
         # Two-dimensional on purpose: a batched product with the head is many times slower.
-        logits_MV = hidden_NBH[:, 1:].flatten(0, 1) @ frozen.head_VH.T
+        logits_MV = hidden_NKH.flatten(0, 1) @ frozen.head_VH.T
         proposed.append(logits_MV.argmax(-1).view(-1, block_size - 1).cpu().numpy())
     num_matches_T = np.zeros(len(mask_T), np.int64)
     if proposed:

@@ -26,16 +26,19 @@ def frozen_head_cross_entropy(
     weights_M: torch.Tensor,
     *,
     chunk_size: int,
+    compiled: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (sum of weight * cross-entropy, sum of weights, predicted ids [M]).
 
     Logits are computed in the common dtype of `hidden_MH` and `head_VH` (bf16 in training), the
     log-sum-exp in fp32. Both sums are fp32 scalars and 0 for an empty input; the first is
     differentiable with respect to `hidden_MH` only. The caller drops slots of weight 0 beforehand
-    (`Row.scored_slots_M`); those that are passed cost time and add exactly nothing.
+    (`Row.scored_M`); those that are passed cost time and add exactly nothing.
+
+    `compiled` fuses the softmax, for a GPU: it is compiled once for each `chunk_size`, whatever M.
     """
     loss_sum, predicted_M = _FrozenHeadCrossEntropy.apply(
-        hidden_MH, head_VH, labels_M, weights_M.float(), chunk_size
+        hidden_MH, head_VH, labels_M, weights_M.float(), chunk_size, compiled
     )
     return loss_sum, weights_M.float().sum(), predicted_M
 
@@ -49,29 +52,36 @@ class _FrozenHeadCrossEntropy(torch.autograd.Function):
         labels_M: torch.Tensor,
         weights_M: torch.Tensor,
         chunk_size: int,
+        compiled: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert hidden_MH.dtype == head_VH.dtype, "cast the frozen head once, outside the loop"
         num_slots, vocab_size = len(hidden_MH), len(head_VH)
-        chunk_size = min(chunk_size, max(1, num_slots))
-        strip_rows = min(_CPU_STRIP_ROWS, chunk_size) if hidden_MH.is_cpu else chunk_size
+        if not compiled:
+            chunk_size = min(chunk_size, max(1, num_slots))
         wide = torch.promote_types(hidden_MH.dtype, torch.float32)
         needs_grad = ctx.needs_input_grad[0]
 
         logits_CV = hidden_MH.new_empty(chunk_size, vocab_size)
-        strip_RV = hidden_MH.new_empty(strip_rows, vocab_size, dtype=wide)
         losses_M = hidden_MH.new_empty(num_slots, dtype=wide)
         predicted_M = torch.empty_like(labels_M)
         grad_MH = torch.empty_like(hidden_MH) if needs_grad else None
 
         for start in range(0, num_slots, chunk_size):
             chunk = slice(start, min(start + chunk_size, num_slots))
-            logits = logits_CV[: chunk.stop - start]
+            size = chunk.stop - start
+            logits = logits_CV[:size]
             torch.mm(hidden_MH[chunk], head_VH.T, out=logits)
-            for row in range(start, chunk.stop, strip_rows):
-                strip = slice(row, min(row + strip_rows, chunk.stop))
-                logits_of_strip = logits[row - start : strip.stop - start]
-                losses_M[strip], predicted_M[strip] = _softmax_strip(
-                    logits_of_strip, labels_M[strip], strip_RV[: strip.stop - row], needs_grad
+            if compiled:
+                labels_C = labels_M.new_zeros(chunk_size)
+                labels_C[: len(logits)] = labels_M[chunk]
+                losses, predicted = _fused_softmax(logits_CV, labels_C)
+                losses_M[chunk], predicted_M[chunk] = (
+                    losses[: len(logits)],
+                    predicted[: len(logits)],
+                )
+            else:
+                losses_M[chunk], predicted_M[chunk] = _softmax_in_strips(
+                    logits, labels_M[chunk], wide, needs_grad
                 )
             if grad_MH is not None:
                 # Weighting after the product is a pass over H, before it one over V.
@@ -84,7 +94,42 @@ class _FrozenHeadCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: torch.Tensor, _: Any) -> Any:
         (grad_MH,) = ctx.saved_tensors
-        return (grad_MH * grad_loss.to(grad_MH.dtype), None, None, None, None)
+        return (grad_MH * grad_loss.to(grad_MH.dtype), None, None, None, None, None)
+
+
+def fused_softmax(
+    logits_CV: torch.Tensor, labels_C: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return losses and argmax, and overwrite the logits by d loss / d logits.
+
+    Written for a compiler: one pass finds maximum, sum and argmax, a second one writes. Rows that
+    were never filled give garbage, which the caller does not look at.
+    """
+    wide_CV = logits_CV.float()
+    top_C, predicted_C = wide_CV.amax(-1), wide_CV.argmax(-1)
+    lse_C = top_C + (wide_CV - top_C[:, None]).exp().sum(-1).log()
+    losses_C = lse_C - wide_CV.gather(1, labels_C[:, None])[:, 0]
+    is_label_CV = torch.arange(wide_CV.shape[1], device=wide_CV.device) == labels_C[:, None]
+    logits_CV.copy_((wide_CV - lse_C[:, None]).exp() - is_label_CV.float())
+    return losses_C, predicted_C
+
+
+_fused_softmax = torch.compile(fused_softmax, fullgraph=True, dynamic=False)
+
+
+def _softmax_in_strips(
+    logits_CV: torch.Tensor, labels_C: torch.Tensor, wide: torch.dtype, needs_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_slots = len(logits_CV)
+    strip_rows = min(_CPU_STRIP_ROWS, num_slots) if logits_CV.is_cpu else num_slots
+    scratch_RV = logits_CV.new_empty(strip_rows, logits_CV.shape[1], dtype=wide)
+    losses_C, predicted_C = logits_CV.new_empty(num_slots, dtype=wide), torch.empty_like(labels_C)
+    for row in range(0, num_slots, strip_rows):
+        strip = slice(row, min(row + strip_rows, num_slots))
+        losses_C[strip], predicted_C[strip] = _softmax_strip(
+            logits_CV[strip], labels_C[strip], scratch_RV[: strip.stop - row], needs_grad
+        )
+    return losses_C, predicted_C
 
 
 def _softmax_strip(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from trainer.drafter import ContextKV, Drafter, embed_blocks
+from trainer.drafter import ContextKV, Drafter
 from trainer.frozen import FrozenTarget
 
 
@@ -36,16 +36,13 @@ class DrafterProposer:
         """Return the argmax of slots 1..num_tokens of the block anchored at `position`."""
         assert position == self._num_context
         device = self._frozen.embedding_VH.device
-        blocks_1BH = embed_blocks(
-            self._frozen.embedding_VH,
-            torch.tensor([anchor_id], device=device),
-            mask_token_id=self._drafter.config.mask_token_id,
-            block_size=num_tokens + 1,
-        )
-        hidden_1BH = self._drafter(
-            blocks_1BH,
+        embedding_VH = self._frozen.embedding_VH
+        hidden_1KH = self._drafter(
+            embedding_VH[torch.tensor([anchor_id], device=device)],
+            embedding_VH[self._drafter.config.mask_token_id],
             self._context,
             torch.tensor([0], device=device),
             torch.tensor([position], device=device),
+            block_size=num_tokens + 1,
         )
-        return (hidden_1BH[0, 1:] @ self._frozen.head_VH.T).argmax(-1).tolist()
+        return (hidden_1KH[0] @ self._frozen.head_VH.T).argmax(-1).tolist()

@@ -61,15 +61,8 @@ class Row:
 
     @property
     def scored_M(self) -> IntArray:
-        """Flat indices n * K + k - 1 of the slots with weight > 0, into `labels_NK`."""
+        """Flat indices n * K + k - 1 of the slots with weight > 0, into any [N, K]."""
         return np.flatnonzero(self.weights_NK).astype(np.int64)
-
-    @property
-    def scored_slots_M(self) -> IntArray:
-        """Flat indices n * block_size + k of the same slots, into a tensor [N, block_size]."""
-        num_predicted = self.weights_NK.shape[1]
-        n_M, k_M = np.divmod(self.scored_M, num_predicted)
-        return n_M * (num_predicted + 1) + k_M + 1
 
 
 def decayed_weights(block_size: int, gamma: float) -> FloatArray:

@@ -18,6 +18,7 @@ from hscache.device import DTYPES
 from hscache.errors import CacheMismatchError
 from hscache.manifest import identity_diff
 from hscache.settings import to_dict
+from trainer.attention import Backend, training_backend
 from trainer.batches import Batch
 from trainer.checkpoint import (
     TrainerState,
@@ -27,17 +28,22 @@ from trainer.checkpoint import (
     save_checkpoint,
 )
 from trainer.config import OptimConfig
-from trainer.drafter import Drafter, embed_blocks
+from trainer.drafter import Drafter
 from trainer.frozen import FrozenTarget, initial_norm, load_frozen, target_config
-from trainer.loss import frozen_head_cross_entropy
 from trainer.masters import Masters
 from trainer.metrics import StepFigures, Window
 from trainer.optim import learning_rate, make_optimizers, scale_gradients
+from trainer.row_loss import row_loss
 from trainer.run_plan import RunPlan
 from trainer.schedule import Position
 
 _SETTINGS = ("optim", "row_tokens", "anchors_per_row", "global_batch_rows", "seed", "dtype")
 """Settings that decide the result; others may change on resume."""
+
+
+# A CPU keeps a chunk's logits near its caches. A GPU wants products with as many rows as fit: all
+# of a row's slots at the published sizes (512 x 15), 4 GB of logits at a vocabulary of 248,320.
+_CPU_CHUNK, _GPU_CHUNK = 512, 8192
 
 
 @dataclass(kw_only=True)
@@ -52,6 +58,8 @@ class Training:
     """tokens after which the learning rate has come down"""
     chunk_size: int
     """slots whose logits are in memory at once"""
+    backend: Backend
+    """how blocks attend"""
     optimizers: list[torch.optim.Optimizer] = field(init=False)
     step: int = 0
     position: Position = field(default_factory=Position)
@@ -83,7 +91,13 @@ class Training:
         for batch in group:
             if batch.weight_sum == 0:
                 continue
-            loss_sum, correct = row_loss(self.drafter, self.frozen, batch, self.chunk_size)
+            loss_sum, correct = row_loss(
+                self.drafter,
+                self.frozen,
+                batch,
+                chunk_size=self.chunk_size,
+                backend=self.backend,
+            )
             loss_sum.backward()
             losses.append(loss_sum.detach())
             corrects.append(correct)
@@ -156,7 +170,8 @@ def _new_training(run: RunPlan, device: torch.device) -> Training:
         frozen=frozen.to(device, DTYPES[config.dtype]),
         optim=config.optim,
         total_tokens=run.total_tokens,
-        chunk_size=config.loss.chunk_size,
+        chunk_size=config.loss.chunk_size or (_CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK),
+        backend=training_backend(config.attention, device),
     )
 
 
@@ -221,23 +236,3 @@ def save_training(run: RunPlan, training: Training) -> Path:
         dtype=DTYPES[run.config.dtype],
         keep=run.config.keep_checkpoints,
     )
-
-
-def row_loss(
-    drafter: Drafter, frozen: FrozenTarget, batch: Batch, chunk_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (weighted loss sum, number of right predictions) of one row's scored slots."""
-    config = drafter.config
-    blocks_NBH = embed_blocks(
-        frozen.embedding_VH,
-        batch.anchor_ids_N,
-        mask_token_id=config.mask_token_id,
-        block_size=config.block_size,
-    )
-    context_kv = drafter.context_kv(batch.features_SF, batch.position_ids_S)
-    hidden_NBH = drafter(blocks_NBH, context_kv, batch.context_start_N, batch.context_end_N)
-    hidden_MH = hidden_NBH.view(-1, config.hidden_size)[batch.scored_slots_M]
-    loss_sum, _, predicted_M = frozen_head_cross_entropy(
-        hidden_MH, frozen.head_VH, batch.labels_M, batch.weights_M, chunk_size=chunk_size
-    )
-    return loss_sum, (predicted_M == batch.labels_M).sum()

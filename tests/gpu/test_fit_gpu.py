@@ -9,9 +9,10 @@ from trainer_cache import documents, fit_config, make_cache, metrics_of
 from trainer.batches import Loader
 from trainer.checkpoint import load_drafter
 from trainer.fit import fit
+from trainer.row_loss import row_loss
 from trainer.run_plan import plan_run
 from trainer.schedule import Position
-from trainer.training import row_loss, start_training
+from trainer.training import start_training
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,24 +27,28 @@ def folder(tmp_path_factory):
     return make_cache(tmp_path_factory.mktemp("fit_gpu") / "cache", corpus)
 
 
-def loss_and_gradients(folder, device):
-    run = plan_run(fit_config(folder, folder / "unused"))
+def loss_and_gradients(folder, device, attention):
+    run = plan_run(fit_config(folder, folder / "unused", attention=attention))
     training = start_training(run, device)
     loader = Loader(
         run.cache, run.schedule, rule=run.rule, row=run.row, device=device,
         dtype=torch.float32, threads=1, start=Position(),
     )  # fmt: skip
+    total = torch.zeros((), device=device)
     with loader:
-        total = torch.zeros((), device=device)
         for batch in loader:
-            total = total + row_loss(training.drafter, training.frozen, batch, 7)[0]
+            loss_sum, _ = row_loss(
+                training.drafter, training.frozen, batch, chunk_size=7, backend=training.backend
+            )
+            total = total + loss_sum
     total.backward()
     return total.detach().cpu(), [p.grad.cpu() for p in training.drafter.parameters()]
 
 
-def test_loss_and_gradients_of_static_cuda_rows_equal_those_of_trimmed_cpu_rows(folder):
-    loss, gradients = loss_and_gradients(folder, CUDA)
-    expected, expected_gradients = loss_and_gradients(folder, CPU)
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+def test_loss_and_gradients_of_static_cuda_rows_equal_those_of_trimmed_cpu_rows(folder, attention):
+    loss, gradients = loss_and_gradients(folder, CUDA, attention)
+    expected, expected_gradients = loss_and_gradients(folder, CPU, "auto")
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
     for found, wanted in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(found, wanted, rtol=2e-3, atol=2e-4)
