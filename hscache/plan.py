@@ -6,8 +6,9 @@ rows. Held-out documents fill the first shards and share none with training.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from hscache import files
 from hscache.layout import PLAN_ARRAYS, plan_dir
 from hscache.manifest import SCHEMA_VERSION, encode_group, read_group
 from hscache.zarr_array import ArrayRecord, ZarrArrayReader, ZarrArrayWriter
+
+_CACHED_CHUNKS = 64
+"""16 MB of token ids"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +143,8 @@ class Plan:
             name: ZarrArrayReader(folder / name, layout, self.manifest.arrays[name])
             for name, layout in PLAN_ARRAYS.items()
         }
-        self._tokens, self._loss_mask = readers.pop("tokens"), readers.pop("loss_mask")
+        self._tokens = _cached_reads(readers.pop("tokens"))
+        self._loss_mask = _cached_reads(readers.pop("loss_mask"))
         column = {name: reader.read(0, reader.num_rows) for name, reader in readers.items()}
         self.lengths: npt.NDArray[np.int32] = column["lengths"]
         self.keys: npt.NDArray[np.uint64] = column["keys"]
@@ -180,11 +185,11 @@ class Plan:
 
     def input_ids(self, document: int) -> npt.NDArray[np.int32]:
         """Return a document's token ids, int32 [T]."""
-        return self._tokens.read(*self._span(document))
+        return self._tokens(*self._span(document))
 
     def loss_mask(self, document: int) -> npt.NDArray[np.uint8]:
         """Return a document's loss mask, uint8 [T]."""
-        return self._loss_mask.read(*self._span(document))
+        return self._loss_mask(*self._span(document))
 
     def document(self, document: int) -> TokenizedDocument:
         """Return a document as it was tokenised."""
@@ -197,3 +202,24 @@ class Plan:
 
     def _span(self, document: int) -> tuple[int, int]:
         return int(self.offsets[document]), int(self.offsets[document + 1])
+
+
+def _cached_reads(reader: ZarrArrayReader) -> Callable[[int, int], Any]:
+    # Neighbouring documents share inner chunks of 65,536 tokens, and whoever reads one usually
+    # reads the next one too: without this, each document would decode its chunk anew.
+    chunk_rows = reader.layout.chunk_rows
+
+    @lru_cache(maxsize=_CACHED_CHUNKS)
+    def chunk(number: int) -> npt.NDArray[Any]:
+        first = number * chunk_rows
+        return reader.read(first, min(first + chunk_rows, reader.num_rows))
+
+    def read(start: int, stop: int) -> npt.NDArray[Any]:
+        out = np.empty(stop - start, reader.layout.dtype)
+        for number in range(start // chunk_rows, -(-stop // chunk_rows)):
+            first = number * chunk_rows
+            low, high = max(start, first), min(stop, first + chunk_rows)
+            out[low - start : high - start] = chunk(number)[low - first : high - first]
+        return out
+
+    return read

@@ -177,13 +177,7 @@ class Shard:
 
         Raises CacheIncompleteError when the document was quarantined.
         """
-        start = self._start.get(document)
-        if start is None:
-            reasons = {q.document: q.reason for q in self.manifest.quarantined}
-            raise CacheIncompleteError(
-                f"document {document} is not in shard {self.number} of {self.cache.path}: "
-                f"{reasons.get(document, 'it belongs to another shard')}."
-            )
+        start = self._start_or_raise(document)
         return self.read_bits(start, start + int(self.cache.plan.lengths[document]), layer_index)
 
     def read_bits(self, start: int, stop: int, layer_index: int | None = None) -> Bits:
@@ -192,6 +186,20 @@ class Shard:
         bits = decode(arrays, self.manifest.codec)
         return bits if layer_index is None else bits[:, 0]
 
+    def array_shapes(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+        """Return dtype and shape of one token's row in each stored array of the codec."""
+        return {name: (np.dtype(a.dtype), a.row_shape) for name, a in self._layouts.items()}
+
+    def read_arrays(self, document: int, out: dict[str, np.ndarray]) -> None:
+        """Fill `out` with a document's stored arrays, one row a token, without merging planes.
+
+        For loaders that merge on a GPU (`hscache.planes.decode` says how). Raises
+        CacheIncompleteError when the document was quarantined, ShardCorruptError for a bad byte.
+        """
+        start = self._start_or_raise(document)
+        for name, reader in self._readers.items():
+            reader.read_into(out[name], start)
+
     def check_files(self) -> None:
         """Check sizes, metadata and indices of the states' files, without reading payload.
 
@@ -199,9 +207,15 @@ class Shard:
         """
         _ = self._readers
 
-    def start_of(self, document: int) -> int | None:
-        """Return where a document starts in the shard, None if it was quarantined."""
-        return self._start.get(document)
+    def _start_or_raise(self, document: int) -> int:
+        start = self._start.get(document)
+        if start is None:
+            reasons = {q.document: q.reason for q in self.manifest.quarantined}
+            raise CacheIncompleteError(
+                f"document {document} is not in shard {self.number} of {self.cache.path}: "
+                f"{reasons.get(document, 'it belongs to another shard')}."
+            )
+        return start
 
 
 @dataclass(frozen=True)

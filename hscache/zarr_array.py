@@ -286,11 +286,16 @@ class ZarrArrayReader:
 
         Raises ShardCorruptError when a checksum or a frame is wrong.
         """
+        row_shape = self.layout.row_shape if column is None else self.layout.chunk_row_shape
+        out = np.empty((stop - start, *row_shape), self.layout.dtype)
+        self.read_into(out, start, column)
+        return out
+
+    def read_into(self, out: np.ndarray, start: int, column: int | None = None) -> None:
+        """Fill `out` with the rows from `start` on; as `read`, without a new array."""
+        layout, stop = self.layout, start + len(out)
         assert 0 <= start <= stop <= self.num_rows
-        layout = self.layout
         columns = range(layout.chunks_per_band) if column is None else [column]
-        row_shape = layout.row_shape if column is None else layout.chunk_row_shape
-        out = np.empty((stop - start, *row_shape), layout.dtype)
         for band in range(start // layout.chunk_rows, layout.num_bands(stop)):
             first = band * layout.chunk_rows
             low, high = max(start, first), min(stop, first + layout.chunk_rows)
@@ -298,7 +303,6 @@ class ZarrArrayReader:
                 chunk = self._read_chunk(band * layout.chunks_per_band + chunk_column)
                 window = _column_window(layout, chunk_column) if column is None else ()
                 out[(slice(low - start, high - start), *window)] = chunk[low - first : high - first]
-        return out
 
     def _read_index(self, size_bytes: int) -> np.ndarray:
         index_bytes = self.layout.index_bytes(self.num_rows)

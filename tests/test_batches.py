@@ -10,7 +10,7 @@ from trainer_cache import LAYER_IDS, coded_bits, documents, fit_config, make_cac
 from hscache import layout
 from hscache.errors import ShardCorruptError
 from hscache.reader import open_cache
-from trainer.batches import Loader, read_shard
+from trainer.batches import Loader
 from trainer.rows import decayed_weights
 from trainer.run_plan import plan_run
 from trainer.schedule import Position, Schedule
@@ -178,10 +178,3 @@ def test_waiting_time_is_counted(folder):
     source = loader(folder)
     read_all(source)
     assert source.wait_s > 0
-
-
-def test_reading_a_shard_in_pieces_equals_the_reader(folder, monkeypatch):
-    monkeypatch.setattr("trainer.batches._READ_TOKENS", 17)
-    shard = open_cache(folder).shard(1)
-    whole = shard.read_bits(0, shard.manifest.num_tokens)
-    np.testing.assert_array_equal(read_shard(shard, threads=3), whole)

@@ -86,7 +86,8 @@ def test_a_quarantined_document_says_why(made):
     cache = hscache.open(made[0])
     with pytest.raises(CacheIncompleteError, match=r"document 2 .* a test said so"):
         cache.documents[2].hidden_states()
-    assert cache.shard(cache.documents[2].shard_number).start_of(2) is None
+    with pytest.raises(CacheIncompleteError, match=r"document 2 .* a test said so"):
+        cache.shard(cache.documents[2].shard_number).read_arrays(2, {})
     assert len(cache.documents[2].input_ids)
 
 

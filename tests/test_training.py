@@ -8,7 +8,6 @@ import pytest
 import torch
 from trainer_cache import (
     HIDDEN,
-    LAYER_IDS,
     documents,
     fit_config,
     make_cache,
@@ -57,9 +56,9 @@ def batch_of(run, rows, *, supervised=True, row_tokens=96, position=1):
         parts, anchors, row_tokens=row_tokens, anchors_per_row=40, block_size=4,
         slot_weights=[decayed_weights(4, 4.0)] * len(parts),
     )  # fmt: skip
-    bits = np.zeros((row_tokens, len(LAYER_IDS), HIDDEN), np.uint16)
-    bits[: built.num_tokens] = np.concatenate(states)
-    return to_batch(built, bits, Position(rows=position), torch.device("cpu"), torch.float32)
+    bits = torch.from_numpy(np.concatenate(states).view(np.int16))
+    features = bits.view(torch.bfloat16).flatten(1).float()
+    return to_batch(built, features, Position(rows=position), torch.device("cpu"))
 
 
 def gradients(training, group, monkeypatch):

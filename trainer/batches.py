@@ -1,9 +1,12 @@
-"""Batches from shards: a background thread decodes states and lays rows out, ahead of training.
+"""Batches from shards: threads decode states of the next rows while training works on this one.
 
 Takes a cache and a schedule; hands on `Batch`es in a fixed order with the position after each. A
-bounded queue keeps a few rows ahead; `wait_s` counts how long training stood still for data.
+bounded queue keeps a few rows ahead; `wait_s` counts how long training stood still for data. For a
+GPU the stored planes are decoded into pinned memory, copied on a stream of their own, and merged
+there.
 
-Axes: S row tokens, F = layers * hidden, N anchor slots, K predicted slots, M scored slots.
+Axes: S row tokens, F = layers * hidden, N anchor slots, K predicted slots, M scored slots, T tokens
+of one document.
 """
 
 from __future__ import annotations
@@ -13,24 +16,23 @@ import itertools
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
 from types import TracebackType
 
 import numpy as np
 import torch
 
-from hscache.reader import Cache, Shard
+from hscache.reader import Cache
 from trainer.anchors import sample_slots
 from trainer.rows import FloatArray, Row, RowDocument, build_row, decayed_weights
 from trainer.schedule import AnchorRule, Position, RowPlan, Schedule, positions, tick_rows
+from trainer.states import StatePlanes, merge_planes
 
-_READ_TOKENS = 4096
-_AHEAD = 4
-
-States = dict[int, tuple[Shard, np.ndarray]]
-"""Shards of a tick by number, with their decoded states, bf16 bits uint16 [T, L, H]."""
+_DECODING, _READY = 3, 2
+"""Rows whose states are being decoded, and rows that wait for training, at most."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,7 +91,9 @@ class Loader:
         self._cache, self._schedule = cache, schedule
         self._rule, self._row, self._start = rule, row, start
         self._device, self._dtype, self._threads = device, dtype, threads
-        self._queue: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=_AHEAD)
+        self._queue: queue.Queue[tuple[Batch, torch.cuda.Event | None] | BaseException | None] = (
+            queue.Queue(maxsize=_READY)
+        )
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, name="loader", daemon=True)
         self.wait_s = 0.0
@@ -119,46 +123,56 @@ class Loader:
                 return
             if isinstance(item, BaseException):
                 raise item
-            yield item
+            batch, copied = item
+            if copied is not None:
+                _use_on_current_stream(batch, copied)
+            yield batch
 
     def _work(self) -> None:
         try:
-            for batch in self._batches():
-                if self._stopped.is_set():
-                    return
-                self._queue.put(batch)
+            stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+            with ThreadPoolExecutor(self._threads) as pool, torch.cuda.stream(stream):
+                for batch in self._batches(pool):
+                    if self._stopped.is_set():
+                        return
+                    self._queue.put((batch, stream.record_event() if stream else None))
             self._queue.put(None)
         except BaseException as error:
             self._queue.put(error)
 
-    def _batches(self) -> Iterator[Batch]:
-        position = self._start
-        for tick in range(position.tick, self._schedule.num_ticks):
-            if position.tick < tick:  # the tick before had no rows
-                position = Position(rows=position.rows, tick=tick)
-            for batch in self._tick(position):
-                yield batch
-                position = batch.position
+    def _batches(self, pool: ThreadPoolExecutor) -> Iterator[Batch]:
+        decoding: deque[_Decoding] = deque()
+        for plan, position in self._rows():
+            decoding.append(self._start_decoding(plan, position, pool))
+            if len(decoding) > _DECODING:
+                yield self._finish(decoding.popleft())
+        while decoding:
+            yield self._finish(decoding.popleft())
 
-    def _tick(self, start: Position) -> Iterator[Batch]:
-        visits = self._schedule.visits(start.tick)
-        shards = [self._cache.shard(visit.shard) for visit in visits]
-        rows = tick_rows(
-            self._cache.plan,
-            visits,
-            self._rule,
-            tick=start.tick,
-            row_tokens=self._row.row_tokens,
-            skip=frozenset(q.document for shard in shards for q in shard.manifest.quarantined),
-        )
-        rows_left = rows[start.row_in_tick :]
-        if not rows_left:  # nothing to decode shards for
-            return
-        states = {shard.number: (shard, read_shard(shard, self._threads)) for shard in shards}
-        for row, position in zip(rows_left, positions(len(rows), start), strict=True):
-            yield self._batch(row, states, position)
+    def _rows(self) -> Iterator[tuple[RowPlan, Position]]:
+        """Yield every row that is left, and the position after it."""
+        start = self._start
+        for tick in range(start.tick, self._schedule.num_ticks):
+            if start.tick < tick:  # the tick before had no rows
+                start = Position(rows=start.rows, tick=tick)
+            visits = self._schedule.visits(tick)
+            shards = [self._cache.shard(visit.shard) for visit in visits]
+            rows = tick_rows(
+                self._cache.plan,
+                visits,
+                self._rule,
+                tick=tick,
+                row_tokens=self._row.row_tokens,
+                skip=frozenset(q.document for shard in shards for q in shard.manifest.quarantined),
+            )
+            after = positions(len(rows), start)
+            for row, position in zip(rows[start.row_in_tick :], after, strict=True):
+                yield row, position
+                start = position
 
-    def _batch(self, plan: RowPlan, states: States, position: Position) -> Batch:
+    def _start_decoding(
+        self, plan: RowPlan, position: Position, pool: ThreadPoolExecutor
+    ) -> _Decoding:
         documents = [
             RowDocument(
                 document_id=document,
@@ -175,18 +189,22 @@ class Loader:
             block_size=self._row.block_size,
             slot_weights=self._slot_weights(plan),
         )
-        identity = self._cache.identity.states
-        bits_SLH = np.zeros(
-            (self._row.row_tokens, len(identity.target_layer_ids), identity.hidden_size), np.uint16
-        )
-        for document, (start, stop) in zip(
-            plan.documents, itertools.pairwise(row.document_offsets), strict=True
-        ):
-            shard, bits_TLH = states[int(self._cache.plan.shards[document])]
-            first = shard.start_of(document)
-            assert first is not None, "tick_rows skips quarantined documents"
-            bits_SLH[start:stop] = bits_TLH[first : first + stop - start]
-        return to_batch(row, bits_SLH, position, self._device, self._dtype)
+        shard_of = [self._cache.shard(int(self._cache.plan.shards[d])) for d in plan.documents]
+        planes = StatePlanes.empty(shard_of[0], row_size(row, self._device)[0], self._device)
+        planes.clear_from(row.num_tokens)
+        pieces = [
+            pool.submit(shard.read_arrays, document, planes.rows(start, stop))
+            for shard, document, (start, stop) in zip(
+                shard_of, plan.documents, itertools.pairwise(row.document_offsets), strict=True
+            )
+        ]
+        return _Decoding(row=row, planes=planes, pieces=pieces, position=position)
+
+    def _finish(self, decoding: _Decoding) -> Batch:
+        for piece in decoding.pieces:
+            piece.result()
+        features_SF = merge_planes(decoding.planes, self._device).to(self._dtype)
+        return to_batch(decoding.row, features_SF, decoding.position, self._device)
 
     def _slot_weights(self, plan: RowPlan) -> list[FloatArray]:
         weights_K = decayed_weights(self._row.block_size, self._row.gamma)
@@ -206,31 +224,30 @@ class Loader:
         ]
 
 
-def read_shard(shard: Shard, threads: int) -> np.ndarray:
-    """Decode a whole shard with several threads; bf16 bits, uint16 [T, L, H]."""
-    num_tokens = shard.manifest.num_tokens
-    starts = range(0, num_tokens, _READ_TOKENS)
-    pieces = [(start, min(start + _READ_TOKENS, num_tokens)) for start in starts]
-    states = shard.cache.identity.states
-    bits_TLH = np.empty((num_tokens, len(states.target_layer_ids), states.hidden_size), np.uint16)
+@dataclass(frozen=True, kw_only=True)
+class _Decoding:
+    row: Row
+    planes: StatePlanes
+    pieces: list[Future[None]]
+    position: Position
 
-    def read(piece: tuple[int, int]) -> None:
-        bits_TLH[piece[0] : piece[1]] = shard.read_bits(*piece)
 
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(read, pieces))
-    return bits_TLH
+def row_size(row: Row, device: torch.device) -> tuple[int, int]:
+    """Return the tokens and anchor slots that a row takes on a device.
+
+    A GPU wants the same shapes in every step, a CPU only pays for empty places.
+    """
+    if device.type == "cpu":
+        return row.num_tokens, row.num_anchors
+    return len(row.input_ids_S), len(row.anchor_ids_N)
 
 
 def to_batch(
-    row: Row, bits_SLH: np.ndarray, position: Position, device: torch.device, dtype: torch.dtype
+    row: Row, features_SF: torch.Tensor, position: Position, device: torch.device
 ) -> Batch:
-    """Turn a row and its states into tensors; on a CPU empty places are cut off, not computed.
-
-    A GPU wants the same shapes in every step, a CPU only pays for them.
-    """
-    tokens = row.num_tokens if device.type == "cpu" else len(row.input_ids_S)
-    anchors = row.num_anchors if device.type == "cpu" else len(row.anchor_ids_N)
+    """Bring a row to the device of its states, whose rows `row_size` counts."""
+    tokens, anchors = row_size(row, device)
+    assert len(features_SF) == tokens
 
     def tensor(array: np.ndarray) -> torch.Tensor:
         host = torch.from_numpy(np.ascontiguousarray(array))
@@ -240,9 +257,8 @@ def to_batch(
 
     scored_M = row.scored_M
     weights_M = row.weights_NK.reshape(-1)[scored_M]
-    features = tensor(bits_SLH[:tokens].reshape(tokens, -1).view(np.int16))
     return Batch(
-        features_SF=features.view(torch.bfloat16).to(dtype),
+        features_SF=features_SF,
         position_ids_S=tensor(row.position_ids_S[:tokens]),
         anchor_ids_N=tensor(row.anchor_ids_N[:anchors]),
         context_start_N=tensor(row.context_start_N[:anchors]),
@@ -256,3 +272,14 @@ def to_batch(
         document_ids=row.document_ids,
         position=position,
     )
+
+
+def _use_on_current_stream(batch: Batch, copied: torch.cuda.Event) -> None:
+    # The copies ran on the loader's stream: wait for them there, not on the host, and keep their
+    # memory from being given to the loader again before this stream is done with it.
+    stream = torch.cuda.current_stream(batch.features_SF.device)
+    stream.wait_event(copied)
+    for field in fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, torch.Tensor):
+            value.record_stream(stream)
