@@ -25,8 +25,14 @@ CONFIG = DrafterConfig(
         ({"rope_scaling": {"factor": 2}}, "rope_scaling"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
         ({"is_causal": True}, "is_causal"),
-        ({"hidden_size": None}, "unusable"),
-        ({"dflash_config": None}, "mask_token_id|target_layer_ids"),
+        ({"hidden_size": None}, "does not say hidden_size;"),
+        ({"hidden_size": "32"}, "unusable"),
+        ({"dflash_config": None}, "no DFlash config"),
+        ({"dflash_config": {"target_layer_ids": [0, 2]}}, "does not say mask_token_id;"),
+        ({"is_neox_style": False}, "is_neox_style"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary"),
+        ({"block_size": 8}, "block_size is 8 at the top and 4"),
         ({"num_target_layers": ...}, "num_target_layers"),
     ],
 )
@@ -35,6 +41,27 @@ def test_config_that_we_would_compute_otherwise_is_refused(change, message):
     drafter_config_from_json(config, Path("config.json"))
     config = {k: v for k, v in {**config, **change}.items() if v is not ...}
     with pytest.raises(ConfigError, match=message):
+        drafter_config_from_json(config, Path("config.json"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"causal": True},
+        {"use_swa": True},
+        {"attention_sink_bias": True},
+        {"selector_top_k": 16},
+        {"conv_kernel_size": 2},
+        {"output_multiplier": 0.5},
+        {"final_logit_softcapping": 30.0},
+    ],
+    ids=str,
+)
+def test_relatives_of_dflash_are_refused_by_name(change):
+    config = drafter_json(CONFIG, {}, torch.bfloat16)
+    config["dflash_config"] |= change
+    (name,) = change
+    with pytest.raises(ConfigError, match=rf"dflash_config\.{name} is"):
         drafter_config_from_json(config, Path("config.json"))
 
 
@@ -54,6 +81,7 @@ def test_config_says_what_engines_ask_for():
     assert config["dflash_config"]["target_layer_ids"] == [0, 2]
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 1e4
     assert config["layer_types"] == ["full_attention"] * CONFIG.num_hidden_layers
+    assert config["is_causal"] is config["dflash_config"]["causal"] is False
     assert config["dtype"] == "bfloat16"
     assert (config["eos_token_id"], config["pad_token_id"]) == (2, 0)
     assert "auto_map" not in config  # it would need code beside the weights

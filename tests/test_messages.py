@@ -36,6 +36,7 @@ FIT = (
     "--drafter.mask-token-id 1 --loss.gamma 4 --passes 1 --row-tokens 128 --anchors-per-row 8 "
     "--device cpu"
 )
+EXPORT = "export --checkpoint run --format zlab --output out/drafter"
 EVAL = "eval --checkpoint run --shards cache --device cpu"
 
 
@@ -93,6 +94,9 @@ def world(tmp_path_factory, llama_dir):
     (world / "typo.yaml").write_text("target:\n  pth: tiny\n")
     (world / "flat.yaml").write_text("target: tiny\n")
     (world / "list.yaml").write_text("- a\n")
+    (world / "eagle").mkdir()
+    (world / "eagle" / "config.json").write_text('{"speculators_model_type": "eagle3"}')
+    (world / "eagle" / "model.safetensors").touch()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(world)
         held_out = "--data.held-out-fraction 0.4 --store.shard-tokens 200 --shard-dir cache"
@@ -105,7 +109,7 @@ def id_of(case) -> str:
     line = case[1]
     for whole, name in ((PRODUCE, "produce"), (REGENERATE, "regenerate"), (FIT, "fit")):
         line = line.replace(whole, name)
-    return line.replace(EVAL, "eval")
+    return line.replace(EVAL, "eval").replace(EXPORT, "export")
 
 
 CASES = [
@@ -198,6 +202,18 @@ CASES = [
     (trainer, f"{FIT} --passes -1", 2, ["passes: found -1", "at least 1"]),
     (trainer, f"{EVAL} --checkpoint folder", 2, ["folder is neither a checkpoint", "run folder"]),
     (trainer, f"{EVAL} --checkpoint tiny", 2, ["tiny/config.json", "DFlash config"]),
+    (trainer, f"{EVAL} --checkpoint eagle", 2, ["eagle/config.json", "'eagle3'", "'dflash'"]),
+    (trainer, f"{FIT} --init-from eagle", 2, ["eagle/config.json", "'eagle3'", "'dflash'"]),
+    (trainer, f"{FIT} --init-from folder", 2, ["folder is neither a checkpoint", "run folder"]),
+    (trainer, f"{FIT} --init-from tiny", 2, ["model_type 'llama'", "z-lab's", "speculators"]),
+    (trainer, f"{EXPORT} --format gguf", 2, ["found `gguf`", "zlab, speculators"]),
+    (trainer, f"{EXPORT} --format speculators", 2, ["needs --shards", "embedding", "the cache"]),
+    (trainer, f"{EXPORT} --target a/b", 2, ["--target", "names no target", "Leave it out"]),
+    (trainer, f"{EXPORT} --checkpoint folder", 2, ["folder is neither a checkpoint"]),
+    (trainer, f"{EXPORT} --checkpoint tiny", 2, ["tiny/config.json", "no DFlash config"]),
+    (trainer, f"{EXPORT} --shards folder", 2, ["folder is no hidden-state cache"]),
+    (trainer, f"{EXPORT} --output run", 2, ["run exists already", "new folder"]),
+    (trainer, f"{EXPORT} --output afile/x", 1, ["afile: File exists"]),
     (trainer, f"{EVAL} --prompts parts.jsonl --dry-run", 1, ["parts.jsonl, line 1", "not text"]),
     (trainer, f"{EVAL} --prompts prompts.jsonl --target wider", 1, ["the config of wider"]),
 ]

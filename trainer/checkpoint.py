@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
 from hscache import files
@@ -26,6 +26,11 @@ from trainer.drafter import Drafter
 from trainer.drafter_json import drafter_config_from_json, drafter_json
 from trainer.masters import Masters
 from trainer.schedule import Position
+from trainer.speculators_format import (
+    drafter_config_from_speculators,
+    drafter_tensor_names,
+    is_speculators,
+)
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 MODEL, CONFIG, TRAINING, STATE = (
@@ -177,28 +182,51 @@ def restore(checkpoint: Path, masters: Masters, optimizers: list[torch.optim.Opt
     torch.set_rng_state(tensors["rng"])
 
 
-def load_drafter(checkpoint: Path) -> Drafter:
-    """Build a drafter from a z-lab folder, ours or a published one; weights as fp32 masters.
+def load_drafter(checkpoint: Path, *, num_target_layers: int | None = None) -> Drafter:
+    """Build a drafter from a checkpoint, or a published folder in z-lab's or speculators' format.
 
-    Raises ConfigError when config and weights do not fit together, strictly, and ShardCorruptError
-    when one of our own checkpoints is damaged.
+    Weights become fp32 masters. `num_target_layers` is for speculators' format, which does not say
+    how many blocks the target has. Raises ConfigError when config and weights do not fit together,
+    strictly, and ShardCorruptError when one of our own checkpoints is damaged.
     """
     path = resolve_checkpoint(checkpoint)
     if (path / STATE).exists():
         checksums = _read_record(path)["checksums"]
         for name in (CONFIG, MODEL):
             _require_checksum(path / name, checksums[name])
+    config = read_config(path)
+    if is_speculators(config):
+        shape = drafter_config_from_speculators(config, path / CONFIG, num_target_layers)
+    else:
+        shape = drafter_config_from_json(config, path / CONFIG)
+    drafter = Drafter(shape)
     try:
-        config = json.loads((path / CONFIG).read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"{path / CONFIG} is not JSON: {error}") from error
-    drafter = Drafter(drafter_config_from_json(config, path / CONFIG))
-    try:
-        weights = load_file(path / MODEL)
-        drafter.load_state_dict({k: v.float() for k, v in weights.items()}, strict=True)
+        with safe_open(path / MODEL, framework="pt") as tensors:
+            names = drafter_tensor_names(tensors.keys(), config, path / MODEL)
+            weights = {name: tensors.get_tensor(name).float() for name in names}
+        drafter.load_state_dict(weights, strict=True)
     except (RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{path / MODEL} does not fit {path / CONFIG}: {error}") from error
     return drafter.eval()
+
+
+def read_config(checkpoint: Path) -> dict[str, Any]:
+    """Return the config.json of a drafter's folder."""
+    path = checkpoint / CONFIG
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds {type(config).__name__}, expected the config of a model.")
+    return config
+
+
+def recorded_states(checkpoint: Path) -> dict[str, Any] | None:
+    """Return the identity of the states a checkpoint was trained on, None if it has no record."""
+    if not (checkpoint / STATE).exists():
+        return None
+    return _read_record(checkpoint)["cache"]["states"]
 
 
 def require_same_run(found: TrainerState, expected: TrainerState, checkpoint: Path) -> None:

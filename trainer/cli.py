@@ -4,7 +4,7 @@ import sys
 
 from hscache import settings
 from hscache.settings import Command
-from trainer.config import EvalConfig, FitConfig
+from trainer.config import EvalConfig, ExportConfig, FitConfig
 
 COMMANDS = [
     Command(
@@ -18,6 +18,12 @@ COMMANDS = [
         help="measure a drafter's acceptance length, from held-out shards and by real decoding",
         config=EvalConfig,
         run="trainer.evaluate:run",
+    ),
+    Command(
+        name="export",
+        help="write a drafter for serving engines: z-lab's or speculators' format",
+        config=ExportConfig,
+        run="trainer.export:run",
     ),
 ]
 

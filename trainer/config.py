@@ -234,7 +234,7 @@ class FitConfig:
     threads: int = 4
     """Threads that decode shards."""
     init_from: Path | None = None
-    """Start from this drafter's weights (a checkpoint, or a published z-lab folder)."""
+    """Start from this drafter's weights: a checkpoint, or a folder of z-lab's or speculators'."""
     resume: bool = False
     """Continue the last checkpoint in run_dir."""
     allow_partial: bool = False
@@ -289,3 +289,28 @@ class EvalConfig:
         for name in ("max_prompts", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: found {getattr(self, name)}, expected at least 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Write a drafter as a folder that serving engines and other trainers load."""
+
+    checkpoint: Path
+    """A checkpoint folder, a run folder (its last checkpoint), or a published drafter."""
+    format: Literal["zlab", "speculators"]
+    """zlab is read by vLLM, SGLang and z-lab's code; speculators by vLLM and speculators."""
+    output: Path
+    """New folder to write."""
+    shards: Path | None = None
+    """The cache it was trained on: checked against it; speculators needs it."""
+    target: str | None = None
+    """Hub id or folder of the target to name in speculators' format; the cache's if not given."""
+
+    def __post_init__(self) -> None:
+        if self.format == "speculators" and self.shards is None:
+            raise ConfigError(
+                "--format speculators needs --shards: the folder also holds the target's embedding "
+                "and head, and names the target; all come from the cache."
+            )
+        if self.format == "zlab" and self.target is not None:
+            raise ConfigError("--target: z-lab's format names no target. Leave it out.")

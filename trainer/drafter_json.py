@@ -20,6 +20,19 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "rope_scaling": (None,),
     "is_causal": (False, None),
+    "is_neox_style": (True, None),
+    "partial_rotary_factor": (1.0, None),
+}
+# The same inside `dflash_config`; those of DFlash 2 (dflash.md 5) change what is computed.
+_ONLY_DFLASH: dict[str, tuple[Any, ...]] = {
+    "causal": (False, None),
+    "use_swa": (False, None),
+    "attention_sink_bias": (False, None),
+    "selector_top_k": (None,),
+    "conv_kernel_size": (None,),
+    "input_embedding_scale": (1.0, None),
+    "output_multiplier": (1.0, None),
+    "final_logit_softcapping": (None,),
 }
 
 
@@ -28,35 +41,45 @@ def drafter_json(
 ) -> dict[str, Any]:
     """Return z-lab's config.json of a drafter (dflash.md 3.2), keys doubled where readers differ.
 
-    `block_size` and `mask_token_id` are read at the top level by some engines and in
-    `dflash_config` by others; `rope_theta` likewise moved between transformers 4 and 5.
+    `block_size` is read at the top level by some and in `dflash_config` by others; `rope_theta`
+    moved between transformers 4 and 5; that a block is not causal is read by vLLM from `is_causal`,
+    `dflash_config.causal` or, as by SGLang, `layer_types`, whichever its version knows first.
     """
     return {
+        **layer_json(config, target_config),
         "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
         "block_size": config.block_size,
-        "bos_token_id": target_config.get("bos_token_id"),
         "dflash_config": {
             "block_size": config.block_size,
+            "causal": False,
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": list(config.target_layer_ids),
         },
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
+        "num_target_layers": config.num_target_layers,
+    }
+
+
+def layer_json(config: DrafterConfig, target_config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a drafter's config that a Qwen3 decoder of transformers also has."""
+    return {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": target_config.get("bos_token_id"),
         "eos_token_id": target_config.get("eos_token_id"),
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "hidden_size": config.hidden_size,
         "initializer_range": 0.02,
         "intermediate_size": config.intermediate_size,
+        "is_causal": False,
         "layer_types": ["full_attention"] * config.num_hidden_layers,
         "max_position_embeddings": config.max_position_embeddings,
         "max_window_layers": config.num_hidden_layers,
+        "model_type": "qwen3",
         "num_attention_heads": config.num_attention_heads,
         "num_hidden_layers": config.num_hidden_layers,
         "num_key_value_heads": config.num_key_value_heads,
-        "num_target_layers": config.num_target_layers,
         "pad_token_id": target_config.get("pad_token_id"),
         "rms_norm_eps": config.rms_norm_eps,
         "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
@@ -70,40 +93,66 @@ def drafter_json(
     }
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name by which a config.json calls a dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
 def drafter_config_from_json(config: dict[str, Any], where: Path) -> DrafterConfig:
     """Read a drafter's config.json.
 
     Raises ConfigError when a field is missing, or names something this trainer cannot run.
     """
-    dflash = config.get("dflash_config") or {}
+    dflash = config.get("dflash_config")
+    if not isinstance(dflash, dict):
+        raise ConfigError(
+            f"{where} (model_type {config.get('model_type')!r}) is no DFlash config: it has no "
+            "dflash_config with mask_token_id and target_layer_ids, as drafters in z-lab's format "
+            "have, and no speculators_model_type. Give the folder of a DFlash drafter."
+        )
     kinds = set(config.get("layer_types") or ["full_attention"])
     if kinds != {"full_attention"}:
-        raise ConfigError(f"{where}: layer types {sorted(kinds)} are not supported yet.")
-    for name, supported in _ONLY.items():
-        if config.get(name) not in supported:
-            raise ConfigError(
-                f"{where}: {name} is {config[name]!r}, which is not supported yet; expected "
-                f"{supported[0]!r}."
-            )
-    rope = config.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default":
-        raise ConfigError(f"{where}: rope_type {rope['rope_type']!r} is not supported yet.")
-    try:
-        return DrafterConfig(
-            **{
-                name: config[name]
-                for name in (
-                    "hidden_size", "intermediate_size", "num_hidden_layers",
-                    "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
-                    "max_position_embeddings", "vocab_size", "num_target_layers",
-                )
-            },
-            rope_theta=rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"],
-            block_size=config.get("block_size") or dflash["block_size"],
-            mask_token_id=dflash["mask_token_id"],
-            target_layer_ids=tuple(dflash["target_layer_ids"]),
-        )  # fmt: skip
-    except (KeyError, TypeError) as error:
         raise ConfigError(
-            f"{where}: missing or unusable: {error}; expected a DFlash config."
-        ) from error
+            f"{where}: layer types {sorted(kinds)} are not supported yet; expected "
+            "full_attention in every layer."
+        )
+    for values, prefix, only in ((config, "", _ONLY), (dflash, "dflash_config.", _ONLY_DFLASH)):
+        for name, supported in only.items():
+            if values.get(name) not in supported:
+                raise ConfigError(
+                    f"{where}: {prefix}{name} is {values[name]!r}, which is not supported yet; "
+                    f"expected {supported[0]!r}."
+                )
+    rope = config.get("rope_parameters") or {}
+    for name, expected in (("rope_type", "default"), ("partial_rotary_factor", 1.0)):
+        if rope.get(name, expected) != expected:
+            raise ConfigError(
+                f"{where}: {name} {rope[name]!r} is not supported yet; expected {expected!r}."
+            )
+    if dflash.get("block_size", config.get("block_size")) != config.get(
+        "block_size", dflash.get("block_size")
+    ):
+        raise ConfigError(
+            f"{where}: block_size is {config['block_size']} at the top and "
+            f"{dflash['block_size']} in dflash_config; readers differ in which they take. Make "
+            "them equal."
+        )
+    values = {
+        name: config.get(name)
+        for name in (
+            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings",
+            "vocab_size", "num_target_layers",
+        )
+    } | {
+        "rope_theta": rope.get("rope_theta", config.get("rope_theta")),
+        "block_size": config.get("block_size") or dflash.get("block_size"),
+        "mask_token_id": dflash.get("mask_token_id"),
+        "target_layer_ids": dflash.get("target_layer_ids"),
+    }  # fmt: skip
+    if missing := sorted(name for name, value in values.items() if value is None):
+        raise ConfigError(f"{where} does not say {', '.join(missing)}; expected a DFlash config.")
+    try:
+        return DrafterConfig(**values)
+    except TypeError as error:
+        raise ConfigError(f"{where} is unusable: {error}; expected a DFlash config.") from error

@@ -83,7 +83,8 @@ def run(config: EvalConfig, *, dry_run: bool = False) -> int:
     device = choose_device(config.device)
     cache = open_cache(config.shards)
     checkpoint = resolve_checkpoint(config.checkpoint)
-    drafter = load_drafter(checkpoint)
+    num_target_layers = cache.identity.states.num_target_layers
+    drafter = load_drafter(checkpoint, num_target_layers=num_target_layers)
     _require_same_target(drafter, cache, checkpoint)
     _compare_with_training(checkpoint, cache)
     if config.json is not None and config.json.is_dir():

@@ -143,7 +143,7 @@ def start_training(run: RunPlan, device: torch.device) -> Training:
     training = _new_training(run, device)
     source = run.config.init_from
     if source is not None:
-        drafter = load_drafter(source)
+        drafter = load_drafter(source, num_target_layers=run.drafter.num_target_layers)
         # how long a context it is said to serve is nobody's weight
         asked = replace(run.drafter, max_position_embeddings=drafter.config.max_position_embeddings)
         if lines := identity_diff(drafter.config, asked, "drafter.", who=str(source)):
