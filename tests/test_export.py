@@ -161,7 +161,9 @@ TARGET_CONFIG = {
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("export") / "cache"
-    return make_cache(folder, documents([30] * 12), config=TARGET_CONFIG, target="Qwen/Qwen3-8B")
+    return make_cache(
+        folder, documents([30] * 12), config=TARGET_CONFIG, target="Qwen/Qwen3-8B", revision="4f0c"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +227,7 @@ def test_speculators_folder_is_literally_what_engines_read(published, tmp_path, 
 
 def test_tied_head_is_written_as_a_tensor_of_its_own(published, tmp_path):
     folder = make_cache(tmp_path / "tied", documents([30] * 4), frozen=random_frozen(tied=True))
-    config, tensors = export(published, tmp_path / "out", "speculators", folder)
+    config, tensors = export(published, tmp_path / "out", "speculators", folder, target="a/b")
     assert torch.equal(tensors["lm_head.weight"], tensors["embed_tokens.weight"])
     verifier = config["speculators_config"]["verifier"]
     assert verifier["architectures"] == []  # this target's config has none
@@ -238,6 +240,19 @@ def test_named_target_is_a_hub_id_or_an_absolute_folder(published, tmp_path, cac
         output = tmp_path / expected.replace("/", "-")
         config, _ = export(published, output, "speculators", cache, target=target)
         assert config["speculators_config"]["verifier"]["name_or_path"] == expected
+
+
+def test_target_folder_that_is_gone_is_asked_for(published, tmp_path):
+    folder = make_cache(tmp_path / "cache", documents([30] * 4), target="gone/model", revision="")
+    with pytest.raises(ConfigError, match=r"folder gone/model, which is not here.*--target"):
+        export(published, tmp_path / "out", "speculators", folder)
+
+
+def test_both_files_can_be_read_by_whom_the_umask_lets(published, tmp_path):
+    export(published, tmp_path / "out", "zlab")
+    modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()]
+    (tmp_path / "plain").touch()
+    assert modes == [(tmp_path / "plain").stat().st_mode & 0o777] * 2
 
 
 @pytest.mark.parametrize("format", ["zlab", "speculators"])

@@ -91,7 +91,7 @@ def make_export(config: ExportConfig, checkpoint: Path) -> Export:
     tensors[EMBEDDING] = frozen.embedding_VH.to(_DTYPE)
     tied = frozen.head_VH is frozen.embedding_VH  # a file holds no tensor twice
     tensors[HEAD] = tensors[EMBEDDING].clone() if tied else frozen.head_VH.to(_DTYPE)
-    verifier = _verifier(config.target or cache.identity.states.target)
+    verifier = _verifier(config.target, cache)
     return Export(
         drafter=drafter.config,
         config=speculators_json(drafter.config, target, _DTYPE, verifier=verifier),
@@ -105,9 +105,18 @@ def _drafter_tensors(drafter: Drafter) -> dict[str, torch.Tensor]:
     }
 
 
-def _verifier(name: str) -> str:
+def _verifier(asked: str | None, cache: Cache) -> str:
     # A hub id stays; a folder must be found from wherever the export is read.
-    return str(Path(name).resolve()) if Path(name).is_dir() else name
+    states = cache.identity.states
+    name = asked or states.target
+    if Path(name).is_dir():
+        return str(Path(name).resolve())
+    if asked is None and not states.revision:
+        raise ConfigError(
+            f"{cache.path} was made from the target in the folder {name}, which is not here. Say "
+            "where it is, or its hub id, with --target: readers of the export load it from there."
+        )
+    return name
 
 
 def require_same_states(drafter: DrafterConfig, checkpoint: Path, cache: Cache) -> None:
@@ -145,6 +154,8 @@ def write_export(export: Export, output: Path) -> None:
         with files.disk_full_named(output):
             save_file(export.tensors, folder / MODEL, metadata={"format": "pt"})
             (folder / CONFIG).write_text(json.dumps(export.config, indent=2) + "\n")
+            # safetensors makes its file for the owner alone; a server may be another user
+            (folder / MODEL).chmod((folder / CONFIG).stat().st_mode)
             files.fsync_files(folder)
         if not files.publish_folder(folder, output.absolute()):
             raise ConfigError(f"--output {output} appeared meanwhile. Give a new folder.")
