@@ -50,6 +50,7 @@ def test_config_that_we_would_compute_otherwise_is_refused(change, message):
         {"causal": True},
         {"use_swa": True},
         {"attention_sink_bias": True},
+        {"attention_value_scale": 0.7},
         {"selector_top_k": 16},
         {"conv_kernel_size": 2},
         {"output_multiplier": 0.5},

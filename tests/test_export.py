@@ -104,10 +104,10 @@ LAYER = {
     "vocab_size": 128,
 }
 
-# SGLang 7f151c5e srt/speculative/dflash_utils.py (parse_dflash_draft_config): num_target_layers;
-# block_size, mask_token_id, target_layer_ids of dflash_config. vLLM eagle3_utils.py
-# (get_eagle3_aux_layers_from_config): dflash_config.target_layer_ids, 0-based. z-lab dflash 0.1.0:
-# top-level block_size.
+# SGLang 00731f0b srt/speculative/dflash_utils.py (parse_dflash_draft_config): num_target_layers;
+# block_size, mask_token_id, target_layer_ids of dflash_config. vLLM 0cfdd2e1 v1/worker/gpu/
+# spec_decode/eagle/eagle3_utils.py (get_eagle3_aux_layers_from_config):
+# dflash_config.target_layer_ids, 0-based. z-lab dflash 0.1.0: top-level block_size.
 ZLAB = {
     **LAYER,
     "architectures": ["DFlashDraftModel"],
@@ -124,8 +124,9 @@ ZLAB = {
 
 # speculators 0.9.0 models/dflash/config.py. vLLM transformers_utils/configs/speculators: base.py
 # asks for proposal_methods[0].speculative_tokens, verifier.name_or_path, transformer_layer_config;
-# algos.py (update_dflash) takes draft_vocab_size, mask_token_id, aux_hidden_state_layer_ids - 1,
-# and sets dflash_config.causal = not sliding_window_non_causal, for full layers too.
+# algos.py (update_dflash, since vllm#47745) takes draft_vocab_size, mask_token_id and
+# aux_hidden_state_layer_ids - 1, and sets dflash_config.causal = not sliding_window_non_causal,
+# for full layers too (vllm#56692 says so and is open).
 SPECULATORS = {
     "architectures": ["DFlashDraftModel"],
     "aux_hidden_state_layer_ids": [1, 3],

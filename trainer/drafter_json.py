@@ -28,6 +28,7 @@ _ONLY_DFLASH: dict[str, tuple[Any, ...]] = {
     "causal": (False, None),
     "use_swa": (False, None),
     "attention_sink_bias": (False, None),
+    "attention_value_scale": (1.0, None),
     "selector_top_k": (None,),
     "conv_kernel_size": (None,),
     "input_embedding_scale": (1.0, None),

@@ -36,8 +36,8 @@ def speculators_json(
     """Return speculators' config.json of a drafter for the target `verifier` (hub id or folder).
 
     Their layer ids count from the embedding's output: id i + 1 is the output of block i. vLLM takes
-    `sliding_window_non_causal` for every layer, full ones too (causal = not that, where nothing
-    else says so), so it is true here although no layer slides.
+    `sliding_window_non_causal` for every layer, full ones too (vllm#56692), so it is true here
+    although no layer slides.
     """
     return {
         "architectures": ["DFlashDraftModel"],
