@@ -27,7 +27,7 @@ from hscache.errors import CacheMismatchError, ConfigError, DiskFullError
 from hscache.reader import open_cache
 from trainer.checkpoint import load_drafter
 from trainer.config import DrafterConfig, ExportConfig
-from trainer.drafter import Drafter, embed_blocks
+from trainer.drafter import Drafter, lay_out_blocks
 from trainer.drafter_json import drafter_json
 from trainer.export import run
 from trainer.fit import fit
@@ -284,10 +284,11 @@ def test_zlab_loads_the_export_strictly_and_gives_the_same_logits(run_dir, tmp_p
     ours = load_drafter(tmp_path / "out")
     frozen = load_frozen(open_cache(cache))
     features = torch.randn(11, ours.config.num_features * HIDDEN)
-    blocks = embed_blocks(frozen.embedding_VH, torch.tensor([7]), mask_token_id=MASK, block_size=4)
+    blocks = lay_out_blocks(frozen.embedding_VH[[7, MASK]], 4)
     with torch.inference_mode():
         kv = ours.context_kv(features, torch.arange(11))
-        found = ours(blocks, kv, torch.tensor([0]), torch.tensor([11])) @ frozen.head_VH.T
+        hidden = ours(blocks[:, 0], blocks[0, 1], kv, torch.tensor([0]), torch.tensor([11]))
+        found = hidden @ frozen.head_VH.T
         expected = (
             theirs.eval()(
                 position_ids=torch.arange(11 + 4)[None],
@@ -295,7 +296,7 @@ def test_zlab_loads_the_export_strictly_and_gives_the_same_logits(run_dir, tmp_p
                 target_hidden=features[None],
             )
             @ frozen.head_VH.T
-        )
+        )[:, 1:]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -42,7 +42,7 @@ from hscache.cli import main as hscache
 from hscache.errors import ConfigError
 from trainer.checkpoint import load_drafter
 from trainer.cli import main as trainer
-from trainer.drafter import Drafter, embed_blocks
+from trainer.drafter import Drafter
 
 LAYERS, BLOCK, MASK, NUM_BLOCKS_OF_TARGET = (0, 1, 3), 4, 1, 6
 FIT = (
@@ -127,14 +127,15 @@ def compare_logits(theirs: DFlashDraftModel, ours: Drafter, what: str) -> None:
     )
     assert slots[:: config.block_size].tolist() == anchors.tolist()
     starts_N = torch.where(anchors < lengths[0], 0, lengths[0])
-    blocks_NBH = embed_blocks(
-        embedding_VH,
-        ids_T[anchors],
-        mask_token_id=config.mask_token_id,
-        block_size=config.block_size,
+    hidden_NKH = ours(
+        embedding_VH[ids_T[anchors]],
+        embedding_VH[config.mask_token_id],
+        ours.context_kv(features_TF, positions_T),
+        starts_N,
+        anchors,
     )
-    hidden_NBH = ours(blocks_NBH, ours.context_kv(features_TF, positions_T), starts_N, anchors)
-    expected = (hidden_NBH @ head_VH.T).flatten(0, 1)[None]
+    expected = (hidden_NKH @ head_VH.T).flatten(0, 1)[None]
+    logits = logits.view(1, len(anchors), config.block_size, -1)[:, :, 1:].flatten(1, 2)
     apart = ((logits - expected).abs().max() / expected.abs().max()).item()
     require(
         f"{what}: logits of {len(anchors)} blocks in 2 packed documents agree, at most "
