@@ -1,11 +1,10 @@
-"""Key/value caches of full-attention targets: rollback of our own, and a cache of slots for batched
-decoding.
+"""Caches of targets that decode: full attention's keys and values, a hybrid's recurrent states, and
+a cache of slots for batched decoding.
 
-Takes in the `DynamicCache` a transformers model fills, or the caches of single prompts; hands on
-the same cache shortened to a length, or one batch whose slots can be refilled while the others keep
-decoding. `Cache.crop` is never used: 5.17 reads its argument as a length, 5.24 as a negative count.
+Takes in a model, or the caches of single prompts; hands on an empty cache, or one batch whose slots
+can be refilled while the others keep decoding. Cutting a cache back is hscache.rollback's job.
 
-Axes: S slots, N key/value heads, T columns (positions), D head dim.
+Axes: S slots, N heads, T columns (positions), D head dim; C channels, K columns of a convolution.
 """
 
 import functools
@@ -15,55 +14,57 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from hscache.errors import UnsupportedTargetError
+from hscache.pretrained import is_hybrid
 
 # Columns added on the right whenever a buffer is remade, so that remaking is rare.
 MIN_SPARE_COLUMNS = 64
+_CACHE_ARGUMENTS = {"cache", "past_key_values"}
 
 
-def _full_attention_layers(cache: Cache) -> list[Any]:
-    """Return the cache's layers, all of which hold every position; raise `UnsupportedTargetError`
-    otherwise."""
+def new_cache(model: PreTrainedModel) -> DynamicCache:
+    """Return an empty cache to decode with `model`.
+
+    Raises `UnsupportedTargetError` for a target with anything but full attention, or, in the
+    hybrids of Qwen3.5 and 3.6, gated delta-net.
+    """
+    cache = DynamicCache(config=model.config)
+    # Exact types: sliding and quantised layers derive from DynamicLayer but do not keep plain K/V.
+    known = {DynamicLayer, LinearAttentionLayer} if is_hybrid(model.config) else {DynamicLayer}
     for layer_id, layer in enumerate(cache.layers):
-        # An exact type test: sliding and quantised layers derive from DynamicLayer but do not keep
-        # plain K/V.
-        if type(layer) is not DynamicLayer:
-            raise UnsupportedTargetError(
-                f"the key/value cache of layer {layer_id} is a {type(layer).__name__}, which "
-                "cannot be cut back to an "
-                "earlier position; rollback needs DynamicLayer in every layer (full attention). "
-                "Use a full-attention "
-                "target such as Llama or Qwen3, and its DynamicCache."
+        if type(layer) not in known:
+            raise _cannot_decode(
+                model,
+                f"the cache of layer {layer_id} is a {type(layer).__name__}, which cannot be cut "
+                "back to an earlier position",
             )
-    return list(cache.layers)
+    if not _CACHE_ARGUMENTS & set(inspect.signature(type(model).forward).parameters):
+        raise _cannot_decode(model, "its forward takes no key/value cache")
+    return cache
+
+
+def _cannot_decode(model: PreTrainedModel, why: str) -> UnsupportedTargetError:
+    return UnsupportedTargetError(
+        f"targets of type {model.config.model_type!r} cannot decode here: {why}. Use a target "
+        "with full attention in every layer (Llama, Qwen3, ...) or a hybrid of Qwen3.5 or 3.6, or "
+        "let a serving engine answer."
+    )
+
+
+def attention_layers(cache: Cache) -> list[Any]:
+    """Return the layers that hold keys and values of every position, in order."""
+    return [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
 
 
 def length(cache: Cache) -> int:
-    """Return the number of cached positions, the same in every layer (0 for a cache not yet used).
-
-    Raises `UnsupportedTargetError` naming the first layer that is not a full-attention
-    `DynamicLayer`.
-    """
-    lengths = {layer.get_seq_length() for layer in _full_attention_layers(cache)}
+    """Return the number of cached positions, the same in every attention layer (0 for a cache not
+    yet used)."""
+    lengths = {layer.get_seq_length() for layer in attention_layers(cache)}
     assert len(lengths) <= 1, f"cache layers disagree about their length: {sorted(lengths)}"
     return lengths.pop() if lengths else 0
-
-
-def truncate(cache: Cache, length: int) -> None:
-    """Keep the first `length` positions of every layer, in place; the rest is forgotten.
-
-    `length` lies between 0 and the cached length. Nothing is copied: the tensors become views,
-    which the next forward copies when it appends. Raises `UnsupportedTargetError` for sliding,
-    recurrent or static layers.
-    """
-    for layer in _full_attention_layers(cache):
-        cached = layer.get_seq_length()
-        assert 0 <= length <= cached, f"cannot truncate a cache of {cached} positions to {length}"
-        if layer.is_initialized:
-            layer.keys = layer.keys[..., :length, :]
-            layer.values = layer.values[..., :length, :]
 
 
 def as_argument(model: nn.Module, cache: Cache) -> dict[str, Cache]:
@@ -131,9 +132,10 @@ class SlotLayer(DynamicLayer):
         self._show(self._start, end + num_new)
         return self.keys, self.values
 
-    def place(self, slot: int, keys_1NTD: Tensor, values_1NTD: Tensor) -> None:
+    def place(self, slot: int, prompt_layer: Any) -> None:
         """Write one prompt into `slot`, ending at the last live column; the cache widens if the
         prompt is longer."""
+        keys_1NTD, values_1NTD = prompt_layer.keys, prompt_layer.values
         num_columns = keys_1NTD.shape[-2]
         missing = num_columns - (self._end - self._start)
         if missing > 0:
@@ -160,6 +162,41 @@ class SlotLayer(DynamicLayer):
         self._show(self._end - width, self._end)
 
 
+class RecurrentSlotLayer(LinearAttentionLayer):
+    """One delta-net layer's states of all slots: no columns, so nothing is aligned or padded.
+
+    `conv_states[0]` [S, C, K] and `recurrent_states[0]` [S, N, D, D] start as what each prompt's
+    prefill left; every step feeds one token to every slot.
+    """
+
+    conv_states: dict[int, Any]
+    recurrent_states: dict[int, Any]
+
+    def __init__(self, prompt_layer: Any) -> None:
+        super().__init__()
+        self.update_conv_state(prompt_layer.conv_states[0])
+        self.update_recurrent_state(prompt_layer.recurrent_states[0])
+
+    def place(self, slot: int, prompt_layer: Any) -> None:
+        """Overwrite the states of `slot`."""
+        self.conv_states[0][slot] = prompt_layer.conv_states[0][0]
+        self.recurrent_states[0][slot] = prompt_layer.recurrent_states[0][0]
+
+    def add_slot(self) -> None:
+        """Add one slot of zeros behind the others."""
+        for states in (self.conv_states, self.recurrent_states):
+            states[0] = torch.cat([states[0], torch.zeros_like(states[0][:1])])
+
+    def keep_slots(self, slots: Sequence[int]) -> None:
+        """Keep these slots, in this order, and drop the others."""
+        for states in (self.conv_states, self.recurrent_states):
+            index = torch.tensor(slots, dtype=torch.long, device=states[0].device)
+            states[0] = states[0].index_select(0, index)
+
+    def trim(self, width: int) -> None:
+        """Do nothing: there are no columns."""
+
+
 class SlotCache(Cache):
     """A batch of right-aligned sequences (slots) that are added, replaced and dropped while
     decoding goes on.
@@ -177,26 +214,21 @@ class SlotCache(Cache):
     @property
     def width(self) -> int:
         """Number of live columns: at least the longest slot's length."""
-        return self.layers[0].get_seq_length() if self.layers else 0
+        return length(self)
 
     def add(self, prompt_cache: Cache) -> None:
-        """Append a slot holding the K/V of one prefilled prompt (a full-attention `DynamicCache` of
-        batch 1)."""
-        prompt_layers = _full_attention_layers(prompt_cache)
+        """Append a slot holding one prefilled prompt (a cache of `new_cache`, batch 1)."""
         if not self.layers:
-            self.layers = [SlotLayer(layer.keys, layer.values) for layer in prompt_layers]
+            self.layers = [_slot_layer(layer) for layer in prompt_cache.layers]
             return
         for layer in self.layers:
             layer.add_slot()
         self.replace(-1, prompt_cache)
 
     def replace(self, slot: int, prompt_cache: Cache) -> None:
-        """Overwrite `slot` with the K/V of one prefilled prompt (a full-attention `DynamicCache` of
-        batch 1)."""
-        for layer, prompt_layer in zip(
-            self.layers, _full_attention_layers(prompt_cache), strict=True
-        ):
-            layer.place(slot, prompt_layer.keys, prompt_layer.values)
+        """Overwrite `slot` with one prefilled prompt (a cache of `new_cache`, batch 1)."""
+        for layer, prompt_layer in zip(self.layers, prompt_cache.layers, strict=True):
+            layer.place(slot, prompt_layer)
 
     def keep(self, slots: Sequence[int]) -> None:
         """Keep these slots, in this order; an empty sequence empties the cache."""
@@ -210,3 +242,9 @@ class SlotCache(Cache):
         assert width <= self.width
         for layer in self.layers:
             layer.trim(width)
+
+
+def _slot_layer(prompt_layer: Any) -> SlotLayer | RecurrentSlotLayer:
+    if isinstance(prompt_layer, LinearAttentionLayer):
+        return RecurrentSlotLayer(prompt_layer)
+    return SlotLayer(prompt_layer.keys, prompt_layer.values)

@@ -197,16 +197,6 @@ def _refuse_unsupported(config: Any) -> None:
         raise unsupported(config, f"it attends through a sliding window of {window}")
 
 
-def refuse_decoding(config: Any) -> None:
-    """Refuse a target that can be captured but not yet decoded: its state cannot be cut back."""
-    if is_hybrid(config):
-        raise UnsupportedTargetError(
-            f"answers of targets of type {config.model_type!r} cannot be generated here yet: the "
-            "recurrent states of their linear_attention layers cannot be cut back to an earlier "
-            "position. Let a serving engine answer; `hscache produce` takes these targets."
-        )
-
-
 def unsupported(config: Any, why: str) -> UnsupportedTargetError:
     """Return the error that refuses an architecture by name."""
     return UnsupportedTargetError(

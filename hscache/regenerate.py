@@ -28,7 +28,6 @@ from hscache.pretrained import (
     load_config,
     load_model,
     load_tokenizer,
-    refuse_decoding,
 )
 from hscache.progress import Progress, configure_logging
 from hscache.prompts import Prompt, prompt_ids, read_prompts
@@ -84,7 +83,7 @@ def run(config: RegenerateConfig, *, dry_run: bool) -> None:
         print(regenerate(config).table())
         return
     prompts = read_prompts(config.prompts)
-    refuse_decoding(load_config(TargetConfig(path=config.target))[0])  # what is wrong, said early
+    load_config(TargetConfig(path=config.target))  # what is wrong with it, said early
     load_tokenizer(TargetConfig(path=config.target))
     settings = run_settings(config)
     check_settings(config.output, settings)
@@ -106,7 +105,7 @@ def regenerate(config: RegenerateConfig) -> RegenerateSummary:
     "temperature", "completion_tokens" (stop token included)}, and "tools" if there were any. What
     fixes the answers is kept in `OUTPUT.settings.json`.
     Raises `DataError` for bad rows, `CacheMismatchError` if the output was made with other settings
-    or other prompts, `UnsupportedTargetError` for targets without full attention, and
+    or other prompts, `UnsupportedTargetError` for targets that cannot decode here, and
     `StoppedBySignal` after SIGTERM or Ctrl-C; the rows written until then are whole and are kept.
     """
     prompts = read_prompts(config.prompts)

@@ -2,7 +2,9 @@
 once.
 
 Takes in token ids of prompts, from an iterable read only as slots become free; hands on finished
-answers in the order in which they end. Works on any full-attention causal LM of transformers.
+answers in the order in which they end. Works on any full-attention causal LM of transformers and on
+the hybrids of Qwen3.5: prompts are prefilled alone and a step feeds one token to every slot, so no
+padding ever meets a recurrent state.
 
 Axes: S slots, T cached columns, P prompt tokens, V vocabulary.
 """
@@ -90,8 +92,8 @@ def decode_slots(
     ends.
 
     `on_step` is called with the number of new tokens after each prefill and each step; what it
-    raises ends the decoding. Raises `UnsupportedTargetError` for targets whose cache is not full
-    attention.
+    raises ends the decoding. Raises `UnsupportedTargetError` for targets that `kv_cache.new_cache`
+    does not know.
     """
     waiting = iter(requests)
     slots: list[_Slot] = []
@@ -109,7 +111,7 @@ def decode_slots(
         """Yield answers that end with their first token, then at most one slot ready to decode."""
         for request in waiting:
             slot = _Slot(request=request, generator=row_generator(seed, request.key))
-            prompt_cache = DynamicCache(config=model.config)
+            prompt_cache = kv_cache.new_cache(model)
             logits_1V = _prefill_logits(model, request.prompt_ids, prompt_cache)
             answer = advance(slot, choose_tokens(logits_1V, temperature, [slot.generator])[0])
             on_step(1)

@@ -1,8 +1,5 @@
 """Qwen3.5 hybrids: capture against transformers alone, leaks, and the published checkpoint layout.
 
-The tiny model keeps what matters: three value heads to a key head, full attention in every fourth
-of 8 blocks, and slow decay (random weights forget within a few tokens and would hide any leak).
-
 Axes: T tokens of a pack, L captured layers, H hidden.
 """
 
@@ -16,54 +13,22 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import VOCAB_SIZE, byte_tokenizer, conversation, save_target, write_jsonl
+from conftest import VOCAB_SIZE, byte_tokenizer, save_target
+from hybrid_maker import TEXT, VISION, with_slow_decay
 from producer import command
 from safetensors.torch import load_file, save_file
 from test_target import CodedBlock, capture_fp32, load, make_pack
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import hscache
-from hscache import cli, delta_net, kv_cache
-from hscache.config import RegenerateConfig
+from hscache import cli, delta_net
 from hscache.errors import ConfigError, UnsupportedTargetError
-from hscache.regenerate import run
 from hscache.target import check_packing
 
 LENGTHS = (1, 70, 2, 17, 40, 130, 1)
 LAYER_IDS = (0, 2, 3, 6)
-SLOW, FAST = -3.0, 4.0
-"""Values of A_log: a state keeps 94 % a token, or nothing."""
-TEXT = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "max_position_embeddings": 512,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e7,
-        "partial_rotary_factor": 0.25,
-        "mrope_interleaved": True,
-        "mrope_section": [2, 1, 1],
-    },
-}
-VISION = {
-    "depth": 1,
-    "hidden_size": 32,
-    "num_heads": 2,
-    "intermediate_size": 32,
-    "out_hidden_size": 64,
-    "patch_size": 4,
-    "num_position_embeddings": 16,
-}
+FAST = 4.0
+"""A_log of a state that keeps nothing."""
 OPERATIONS = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
 
 
@@ -72,16 +37,7 @@ def whole():
     """A multimodal model as published: text, vision tower, head."""
     config = transformers.Qwen3_5Config(text_config=TEXT, vision_config=VISION)
     torch.manual_seed(0)
-    model = transformers.Qwen3_5ForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith("A_log"):
-                weight.fill_(SLOW)
-            elif weight.ndim > 1 and "embed" not in name:
-                weight.mul_(4)
-            elif "norm" in name:
-                weight.add_(torch.randn_like(weight) / 4)
-    return model
+    return with_slow_decay(transformers.Qwen3_5ForConditionalGeneration(config))
 
 
 @pytest.fixture(scope="module")
@@ -297,28 +253,6 @@ def test_other_hybrids_stay_refused_by_name(tmp_path):
         UnsupportedTargetError, match=r"'qwen3_5_moe_text'.*linear_attention layers"
     ):
         load(tmp_path)
-
-
-def test_rolling_back_a_hybrids_cache_is_refused_by_name(whole):
-    cache = transformers.DynamicCache(config=whole.config.text_config)
-    for operation in (kv_cache.length, lambda cache: kv_cache.truncate(cache, 0)):
-        with pytest.raises(UnsupportedTargetError, match=r"layer 0 is a Linear"):
-            operation(cache)
-
-
-@pytest.mark.usefixtures("_no_log_handler_is_left")
-def test_generating_answers_of_a_hybrid_is_refused_by_name(hybrid_dir, tmp_path):
-    prompts = write_jsonl(tmp_path / "prompts.jsonl", [conversation("a?", "b.")])
-    for dry_run in (True, False):
-        config = RegenerateConfig(
-            target=str(hybrid_dir),
-            prompts=(str(prompts),),
-            output=tmp_path / "answers.jsonl",
-            max_new_tokens=8,
-            device="cpu",
-        )
-        with pytest.raises(UnsupportedTargetError, match=r"linear_attention|LinearAttention"):
-            run(config, dry_run=dry_run)
 
 
 @pytest.fixture

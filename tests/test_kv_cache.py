@@ -1,9 +1,15 @@
-"""Rollback and the slot cache against transformers' own cache, on a tiny random Llama."""
+"""The slot cache against transformers' caches of single prompts, and which targets are refused."""
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
-from transformers.models.mistral import MistralConfig
+from hybrid_maker import tiny_hybrid
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from hscache import kv_cache
 from hscache.errors import UnsupportedTargetError
@@ -24,72 +30,53 @@ def model() -> LlamaForCausalLM:
     return tiny_llama()
 
 
-def prefill(model: LlamaForCausalLM, ids: list[int]) -> DynamicCache:
-    cache = DynamicCache(config=model.config)
+def prefill(model, ids: list[int]) -> DynamicCache:
+    cache = kv_cache.new_cache(model)
     with torch.inference_mode():
         model(torch.tensor([ids]), **kv_cache.as_argument(model, cache), use_cache=True)
     return cache
 
 
-def test_length_of_a_new_cache_is_zero(model):
-    cache = DynamicCache(config=model.config)
-    assert kv_cache.length(cache) == 0
-    kv_cache.truncate(cache, 0)
-    assert kv_cache.length(DynamicCache()) == 0
+@pytest.fixture(scope="module")
+def hybrid():
+    return tiny_hybrid()
 
 
-@pytest.mark.parametrize("keep", [0, 1, 7, 12])
-def test_truncate_keeps_exactly_the_first_positions(model, keep):
-    cache = prefill(model, list(range(12)))
-    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-    kv_cache.truncate(cache, keep)
-    assert kv_cache.length(cache) == keep
-    for layer, (keys, values) in zip(cache.layers, before, strict=True):
-        assert torch.equal(layer.keys, keys[:, :, :keep])
-        assert torch.equal(layer.values, values[:, :, :keep])
+def test_length_counts_the_positions_of_attention_layers(model, hybrid):
+    for target in (model, hybrid):
+        assert kv_cache.length(kv_cache.new_cache(target)) == 0
+        assert kv_cache.length(prefill(target, list(range(12)))) == 12
 
 
-def test_forward_after_truncate_equals_a_forward_that_never_went_further(model):
-    wrong, right = [5, 6, 7, 8], [50, 51, 52]
-    rolled, fresh = prefill(model, [*range(9), *wrong]), prefill(model, list(range(9)))
-    kv_cache.truncate(rolled, 9)
-    with torch.inference_mode():
-        a, b = (
-            model(
-                torch.tensor([right]), **kv_cache.as_argument(model, cache), use_cache=True
-            ).logits
-            for cache in (rolled, fresh)
-        )
-    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-    assert kv_cache.length(rolled) == 12
+def random_model(model_type: str, **changes):
+    sizes = {
+        "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+    }  # fmt: skip
+    config = AutoConfig.for_model(model_type, **{**sizes, **changes})
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
-def test_truncate_to_more_than_is_cached_is_a_bug(model):
-    with pytest.raises(AssertionError, match="cannot truncate"):
-        kv_cache.truncate(prefill(model, [1, 2, 3]), 4)
+@pytest.mark.parametrize(
+    ("model_type", "changes", "layer"),
+    [
+        ("mistral", {"sliding_window": 4}, "DynamicSlidingWindowLayer"),
+        ("mamba", {}, "LinearAttentionLayer"),
+        ("mamba2", {"num_heads": 4, "head_dim": 16, "n_groups": 1}, "LinearAttentionLayer"),
+        ("falcon_h1", {"mamba_d_ssm": 32, "mamba_n_heads": 4}, "LinearAttentionAndFull"),
+        ("qwen3_next", {"num_experts": 2}, "LinearAttentionLayer"),
+        ("qwen3_5_moe_text", {"num_experts": 2}, "LinearAttentionLayer"),
+    ],
+)
+def test_other_recurrent_and_sliding_targets_are_refused_by_name(model_type, changes, layer):
+    with pytest.raises(UnsupportedTargetError, match=rf"'{model_type}' cannot .* 0 is a {layer}"):
+        kv_cache.new_cache(random_model(model_type, **changes))
 
 
-def test_sliding_window_cache_is_refused_by_name():
-    config = MistralConfig(
-        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, sliding_window=4,
-    )  # fmt: skip
-    for operation in (kv_cache.length, lambda cache: kv_cache.truncate(cache, 0)):
-        with pytest.raises(UnsupportedTargetError, match="DynamicSlidingWindowLayer"):
-            operation(DynamicCache(config=config))
-
-
-def test_static_cache_is_refused_by_name(model):
-    with pytest.raises(UnsupportedTargetError, match="StaticLayer"):
-        kv_cache.length(StaticCache(config=model.config, max_cache_len=8))
-
-
-def test_recurrent_cache_is_refused_by_name():
-    from transformers import Qwen3NextConfig
-
-    config = Qwen3NextConfig(num_hidden_layers=4)
-    with pytest.raises(UnsupportedTargetError, match=r"layer 0 .*Linear"):
-        kv_cache.truncate(DynamicCache(config=config), 0)
+def test_a_recurrent_target_without_layers_in_its_cache_is_refused():
+    with pytest.raises(UnsupportedTargetError, match=r"'rwkv' .* takes no key/value cache"):
+        kv_cache.new_cache(random_model("rwkv"))
 
 
 def columns_of(cache: kv_cache.SlotCache, slot: int, num_columns: int) -> list[torch.Tensor]:
@@ -166,3 +153,31 @@ def test_left_over_columns_are_finite(model):
     for layer in cache.layers:
         assert torch.isfinite(layer.keys).all()
         assert torch.isfinite(layer.values).all()
+
+
+def test_slots_of_a_hybrid_keep_their_states(hybrid):
+    lengths = [5, 1, 70]
+    prompts = [prefill(hybrid, list(range(n))) for n in lengths]
+    short = prefill(hybrid, [9, 8, 7])
+
+    def check(expected: list[DynamicCache]) -> None:
+        for slot, prompt in enumerate(expected):
+            for found, wanted in zip(cache.layers, prompt.layers, strict=True):
+                if not hasattr(wanted, "conv_states"):
+                    continue
+                assert torch.equal(found.conv_states[0][slot], wanted.conv_states[0][0])
+                assert torch.equal(found.recurrent_states[0][slot], wanted.recurrent_states[0][0])
+
+    cache = kv_cache.SlotCache()
+    for prompt in prompts:
+        cache.add(prompt)
+    assert cache.width == 70
+    check(prompts)
+    cache.replace(1, short)
+    check([prompts[0], short, prompts[2]])
+    cache.keep([1, 0])
+    cache.trim(5)
+    check([short, prompts[0]])
+    assert cache.width == 5
+    cache.keep([])
+    assert cache.width == 0

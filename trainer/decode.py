@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from hscache import kv_cache
+from hscache import kv_cache, rollback
 from hscache.errors import HscacheError
 
 # Two tokens whose logits lie this close are a tie in a 16-bit dtype: either is a correct greedy
@@ -148,16 +148,13 @@ def speculative_decode(
     shrinks to what is left to decode.
     Raises `UnsupportedTargetError` if the target's cache cannot be rolled back.
     """
-    cache = DynamicCache(config=target.config)
+    cache = kv_cache.new_cache(target)
     with _capture(target, target_layer_ids) as states:
 
         def features_nF(num_rows: int) -> Tensor:
             return torch.cat([state[0, :num_rows] for state in states], dim=-1)
 
         ids = [int(_forward(target, input_ids, 0, cache, logits_to_keep=1)[-1].argmax())]
-        kv_cache.truncate(
-            cache, len(input_ids)
-        )  # refuses a target without rollback before any step
         stopped = ids[0] in stop_ids
         proposer.observe(features_nF(len(input_ids)))
         acceptance_lengths: list[int] = []
@@ -168,9 +165,9 @@ def speculative_decode(
             drafts = proposer.propose(ids[-1], anchor_position, num_drafts) if num_drafts else []
             assert len(drafts) == num_drafts, f"asked for {num_drafts} drafts, got {len(drafts)}"
 
-            choices = (
-                _forward(target, [ids[-1], *drafts], anchor_position, cache).argmax(-1).tolist()
-            )
+            with rollback.trial(target, cache) as trial:
+                logits_BV = _forward(target, [ids[-1], *drafts], anchor_position, cache)
+            choices = logits_BV.argmax(-1).tolist()
             num_accepted = next(
                 (i for i in range(num_drafts) if drafts[i] != choices[i]), num_drafts
             )
@@ -185,7 +182,7 @@ def speculative_decode(
             acceptance_lengths.append(len(new_ids))
             # The last committed token is the next anchor: its own K/V and features do not exist
             # yet.
-            kv_cache.truncate(cache, anchor_position + len(new_ids))
+            trial.keep(len(new_ids))
             proposer.observe(features_nF(len(new_ids)))
     return DecodeResult(
         ids=ids,
@@ -203,7 +200,7 @@ def plain_greedy(
 ) -> list[int]:
     """Decode one prompt greedily, one token a step; return the new ids, the stop token (if any)
     last."""
-    cache = DynamicCache(config=target.config)
+    cache = kv_cache.new_cache(target)
     ids: list[int] = []
     pending, position = list(input_ids), 0
     while len(ids) < max_new_tokens:
@@ -265,7 +262,7 @@ def compare_with_greedy(
             "for this target."
         )
     prefix = [*prompt_ids, *spec_ids[:shared]]
-    logits_V = _forward(target, prefix, 0, DynamicCache(config=target.config), logits_to_keep=1)[-1]
+    logits_V = _forward(target, prefix, 0, kv_cache.new_cache(target), logits_to_keep=1)[-1]
     spec_logit, greedy_logit = float(logits_V[spec_id]), float(logits_V[greedy_id])
     gap = ulp_gap(spec_logit, greedy_logit, dtype)
     if gap > TIE_ULP:
