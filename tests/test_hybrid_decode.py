@@ -14,16 +14,17 @@ from trainer_cache import fit_config
 from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
 
 from hscache import config as hs
+from hscache import kv_cache
 from hscache.produce import produce
 from hscache.regenerate import regenerate, run
 from hscache.slot_decode import Request, decode_slots
 from trainer.config import EvalConfig
-from trainer.decode import compare_with_greedy, plain_greedy, speculative_decode
+from trainer.decode import plain_greedy, speculative_decode
 from trainer.evaluate import run as evaluate
 from trainer.fit import fit
 
 LAYER_IDS = (0, 3, 2)  # not sorted: the order of the features is the caller's
-NUM_NEW = 40
+NUM_NEW = 32
 VOCAB = TEXT["vocab_size"]
 RNG = random.Random(7)
 PROMPTS = [[RNG.randrange(VOCAB) for _ in range(n)] for n in (1, 3, 6, 64, 90)]
@@ -64,8 +65,10 @@ def test_plain_greedy_equals_the_loop_without_cache(model, answers):
         assert plain_greedy(model, prompt, NUM_NEW, ()) == answer
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 8, 16, 64])
-@pytest.mark.parametrize("share", [0, 0.8, 1])
+@pytest.mark.parametrize(
+    ("block_size", "share"),
+    [(1, 1), (2, 0.8), (8, 0), (8, 0.8), (8, 1), (16, 0.8), (64, 0.8), (64, 1)],
+)
 def test_any_proposer_gives_the_greedy_text(model, answers, block_size, share):
     lengths = []
     for seed, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True)):
@@ -115,18 +118,28 @@ def test_proposer_sees_the_features_of_one_pass_over_the_text(model, answers):
             assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def test_bf16_text_is_greedy_up_to_ties(model):
+@torch.inference_mode()
+def test_bf16_text_is_greedy_up_to_the_rounding_of_decoding_without_drafts(model):
     bf16_model = Qwen3_5ForCausalLM(model.config).eval()
     bf16_model.load_state_dict(model.state_dict())
-    bf16_model.model.layers.bfloat16()
-    bf16_model.model.embed_tokens.bfloat16()
-    bf16_model.model.norm.bfloat16()
-    bf16_model.lm_head.bfloat16()  # the rotary frequencies stay fp32
+    for part in bf16_model.model.layers, bf16_model.model.embed_tokens, bf16_model.lm_head:
+        part.bfloat16()  # the rotary frequencies stay fp32
     for prompt in PROMPTS:
         greedy = plain_greedy(bf16_model, prompt, NUM_NEW, ())
-        result = decode(bf16_model, prompt, Recorder(guesses(prompt + greedy, 0.8, 2)))
-        equality = compare_with_greedy(bf16_model, prompt, result.ids, greedy, torch.bfloat16)
-        assert equality.kind in ("identical", "tie")
+        found = decode(bf16_model, prompt, Recorder(guesses(prompt + greedy, 0.8, 2))).ids
+        differing = [i for i, (a, b) in enumerate(zip(found, greedy, strict=True)) if a != b]
+        if not differing:
+            continue
+        first = differing[0]
+        text = torch.tensor([prompt + greedy[:first]])
+        one_pass_V = bf16_model(text, use_cache=False).logits[0, -1]
+        cache = kv_cache.new_cache(bf16_model)
+        argument = {**kv_cache.as_argument(bf16_model, cache), "use_cache": True}
+        step_V = bf16_model(text[:, : len(prompt)], **argument).logits[0, -1]
+        for token in text[0, len(prompt) :]:
+            step_V = bf16_model(token.view(1, 1), **argument).logits[0, -1]
+        gap = (one_pass_V[greedy[first]] - one_pass_V[found[first]]).abs()
+        assert gap <= 2 * (one_pass_V - step_V).abs().max()
 
 
 def test_slots_of_different_lengths_give_what_each_prompt_gives_alone(model, answers):
