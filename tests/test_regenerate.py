@@ -21,9 +21,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from hscache.answers import rows_done
 from hscache.config import RegenerateConfig, TargetConfig
 from hscache.errors import CacheMismatchError, ConfigError, DataError, StoppedBySignal
+from hscache.local_answers import output_row
 from hscache.pretrained import load_tokenizer
 from hscache.prompts import Prompt, prompt_ids, read_prompts
-from hscache.regenerate import output_row, regenerate, run
+from hscache.regenerate import regenerate, run
 
 CHATML = (
     "{% for m in messages %}"
