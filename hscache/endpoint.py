@@ -97,6 +97,7 @@ class Endpoint:
         self._attempts = config.attempts
         self._timeout_s = config.timeout_s
         self._backoff = backoff
+        self._told: set[str] = set()
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(None, connect=_CONNECT_S),
@@ -129,7 +130,7 @@ class Endpoint:
                 if attempt == self._attempts:
                     raise
                 wait_s = self._backoff.wait_s(attempt, failure.asked_s, random.random())
-                logger.debug("attempt %d: %s; again in %.1f s", attempt, failure, wait_s)
+                self._tell(failure)
             finally:
                 self.num_asking -= 1
             await asyncio.sleep(wait_s)
@@ -160,6 +161,13 @@ class Endpoint:
         except UnusableAnswer:
             return None
 
+    def _tell(self, failure: Passing) -> None:
+        """Log why requests are made again; the same words, numbers aside, only once."""
+        words = without_numbers(str(failure))
+        if words not in self._told:
+            self._told.add(words)
+            logger.warning("asking again (said once): %s", failure)
+
     async def _ask(self, body: bytes) -> Completion:
         """Make one request; raise `Passing`, `Refused`, or ConfigError for what will not pass."""
         try:
@@ -185,6 +193,11 @@ class Endpoint:
         if status in _ABOUT_A_ROW:
             raise (TooLong if _CONTEXT.search(text) else Refused)(f"status {status}: {text}")
         raise _settings_error(response)
+
+
+def without_numbers(text: str) -> str:
+    """Return what two messages have in common that differ in counts, ids or times."""
+    return re.sub(r"[0-9]+", "#", text)
 
 
 def _settings_error(response: httpx.Response) -> ConfigError:

@@ -8,14 +8,13 @@ a row end the run.
 import asyncio
 import json
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 from hscache.answers import Tally, answered_row, append_row, stopped
 from hscache.chat_api import Completion, parse_extra_body, request_body, server_url
 from hscache.config import RegenerateConfig
-from hscache.endpoint import Backoff, Endpoint, Passing, Refused, TooLong
+from hscache.endpoint import Backoff, Endpoint, Passing, Refused, TooLong, without_numbers
 from hscache.errors import ConfigError, HscacheError
 from hscache.progress import Progress
 from hscache.prompts import Prompt
@@ -189,7 +188,7 @@ class _Run:
 
     def _complain(self, prompt: Prompt, what: str, reason: Exception) -> None:
         """Log why a row has no answer; the same words, numbers aside, only once."""
-        words = re.sub(r"[0-9]+", "#", str(reason))
+        words = without_numbers(str(reason))
         seen = words in self.complaints
         self.complaints.add(words)
         logger.warning("row %r: %s: %s", prompt.id, what, "as before" if seen else reason)

@@ -29,6 +29,7 @@ REGENERATE = (
     "regenerate --target tiny --prompts prompts.jsonl --output out/a.jsonl --device cpu "
     "--max-new-tokens 4"
 )
+ASK = "regenerate --endpoint http://127.0.0.1:1 --prompts prompts.jsonl --output out/e.jsonl"
 FIT = (
     "fit --shards cache --run-dir out/run --drafter.num-hidden-layers 1 "
     "--drafter.intermediate-size 64 --drafter.num-attention-heads 2 "
@@ -107,7 +108,12 @@ def world(tmp_path_factory, llama_dir):
 
 def id_of(case) -> str:
     line = case[1]
-    for whole, name in ((PRODUCE, "produce"), (REGENERATE, "regenerate"), (FIT, "fit")):
+    for whole, name in (
+        (PRODUCE, "produce"),
+        (REGENERATE, "regenerate"),
+        (ASK, "ask"),
+        (FIT, "fit"),
+    ):
         line = line.replace(whole, name)
     return line.replace(EVAL, "eval").replace(EXPORT, "export")
 
@@ -148,6 +154,19 @@ CASES = [
     (hscache, f"{REGENERATE} --target no-template --dry-run", 2, ["no chat template"]),
     (hscache, f"{REGENERATE} --target no-config --dry-run", 2, ["has no config.json"]),
     (hscache, f"{REGENERATE} --max-new-tokens 999", 2, ["999", "context is 512"]),
+    # servers
+    (hscache, ASK, 1, ["cannot reach", "http://127.0.0.1:1/v1", "refused", "Is it up"]),
+    (hscache, f"{ASK} --target tiny", 2, ["both of target and endpoint", "--target FOLDER"]),
+    (hscache, "regenerate --prompts p --output o", 2, ["neither of target", "--endpoint URL"]),
+    (hscache, f"{ASK} --endpoint localhost:1", 2, ["'localhost:1'", "http://localhost:8000"]),
+    (hscache, f"{ASK} --endpoint http://u:pw@h", 2, ["password before h", "HSCACHE_API_KEY"]),
+    (hscache, f"{ASK} --batch-size 4", 2, ["batch_size is 4", "only a run with target"]),
+    (hscache, f"{REGENERATE} --top-p 0.9", 2, ["top_p is 0.9", "only a run with endpoint"]),
+    (hscache, f"{ASK} --top-p 0", 2, ["top_p is 0", "0 < top_p <= 1"]),
+    (hscache, f"{ASK} --timeout-s 0", 2, ["timeout_s is 0", "more than 0"]),
+    (hscache, f"{ASK} --concurrency 0", 2, ["concurrency is 0", "at least 1"]),
+    (hscache, f"{ASK} --extra-body {{top_k:1}}", 2, ["extra_body is not JSON", "single quotes"]),
+    (hscache, f'{ASK} --extra-body {{"n":2}}', 2, ["extra_body holds `n`", "Leave it out"]),
     # rows
     *[
         (hscache, f"{command} {flag} {name} --dry-run", 1, [name, *words])
