@@ -4,7 +4,7 @@ import sys
 
 from hscache import settings
 from hscache.settings import Command
-from trainer.config import EvalConfig, ExportConfig, FitConfig
+from trainer.config import BenchConfig, EvalConfig, ExportConfig, FitConfig
 
 COMMANDS = [
     Command(
@@ -24,6 +24,12 @@ COMMANDS = [
         help="write a drafter for serving engines: z-lab's or speculators' format",
         config=ExportConfig,
         run="trainer.export:run",
+    ),
+    Command(
+        name="bench",
+        help="measure how fast a fit would run here, against the device's products alone",
+        config=BenchConfig,
+        run="trainer.bench:run",
     ),
 ]
 

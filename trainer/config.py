@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -257,6 +258,30 @@ class FitConfig:
                 raise ConfigError(f"{name}: found {getattr(self, name)}, expected at least 1.")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed: found {self.seed}, expected 0 to 2**63 - 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig(FitConfig):
+    """Measure how fast a fit would run here; takes the same settings and writes no run folder."""
+
+    run_dir: Path = Path(os.devnull)
+    """Not used."""
+    compare: Literal["none", "naive"] = "none"
+    """naive: also time the same rows without a compiler."""
+    repeats: int = 5
+    """Optimizer steps per measurement."""
+    gemm_seconds: float = 5.0
+    """How long the products alone run: long enough for the card to reach its power limit."""
+    shard_seconds: float = 20.0
+    """How long steps run from shards."""
+    json: Path | None = None
+    """Also write the figures to this file."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("repeats", "gemm_seconds", "shard_seconds"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}: found {getattr(self, name)}, expected more than 0.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,8 +109,7 @@ class Training:
         self.anchors += num_anchors
         sums = None
         if losses:
-            norm = scale_gradients(self.masters.parameters, 1 / weight_sum, self.optim.clip)
-            self._step_optimizers()
+            norm = self.apply_gradients(weight_sum)
             sums = torch.stack(
                 [torch.stack(losses).double().sum(), torch.stack(corrects).sum(), norm.double()]
             )
@@ -124,6 +123,12 @@ class Training:
             num_scored=sum(len(batch.labels_M) for batch in group),
             sums=sums,
         )
+
+    def apply_gradients(self, weight_sum: float) -> torch.Tensor:
+        """Divide the gradients, clip them and step; return their norm before clipping."""
+        norm = scale_gradients(self.masters.parameters, 1 / weight_sum, self.optim.clip)
+        self._step_optimizers()
+        return norm
 
     def _step_optimizers(self) -> None:
         rate = self.rate

@@ -1,0 +1,448 @@
+"""`trainer bench`: how fast a run would train on this machine, against what its GPU can do.
+
+Takes a fit configuration and a cache; measures the products alone (the ceiling), forward and
+backward, whole steps, and whole steps from shards. Nothing is written but the figures.
+
+    trainer bench --config configs/fit-qwen3.6-27b.yaml --shards /dev/shm/cache --json bench.json
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import logging
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+
+from hscache import __version__
+from hscache.device import DTYPES, choose_device
+from hscache.progress import configure_logging
+from hscache.report import format_table
+from hscache.settings import to_dict
+from trainer.batches import Batch, Loader
+from trainer.config import BenchConfig, DrafterConfig
+from trainer.flops import RowFlops, row_flops
+from trainer.row_loss import row_loss
+from trainer.run_plan import RunPlan, plan_run
+from trainer.training import Training, start_training
+
+log = logging.getLogger(__name__)
+
+_KEPT_ROWS = 4
+"""Rows kept on the device for the parts that are timed without a loader."""
+
+
+def run(config: BenchConfig, *, dry_run: bool = False) -> int:
+    """Run the command; with `dry_run` say what would be measured."""
+    configure_logging()
+    device = choose_device(config.device)
+    plan = plan_run(config)
+    if dry_run:
+        print(
+            f"would measure {config.repeats} steps of {config.global_batch_rows} rows on {device}"
+        )
+        return 0
+    figures = measure(plan, device)
+    print(format_figures(figures))
+    if config.json is not None:
+        config.json.parent.mkdir(parents=True, exist_ok=True)
+        config.json.write_text(json.dumps(figures, indent=2) + "\n")
+    return 0
+
+
+def measure(run: RunPlan, device: torch.device) -> dict[str, Any]:
+    """Return all figures: rates in FLOP/s and tokens/s, times in seconds, sizes in bytes."""
+    config = run.config
+    assert isinstance(config, BenchConfig)
+    clock = Clock(device)
+    training = start_training(run, device)
+    batches = list(itertools.islice(_rows(run, device), _KEPT_ROWS))
+    flops = [useful_flops(run.drafter, batch) for batch in batches]
+    row_flop = statistics.mean(flop.total for flop in flops)
+    log.info("compiling")
+    started = time.perf_counter()
+    for batch in batches:
+        _forward_backward(training, batch)
+    clock.finish()
+    compile_s = time.perf_counter() - started
+
+    log.info("the products alone, for %.0f s", config.gemm_seconds)
+    ceiling = gemm_rate(run.drafter, config, device)
+    clock.reset_peak()
+    log.info("forward and backward")
+    rows = itertools.cycle(batches)
+    forward, backward, both = [], [], []
+    for _ in range(config.repeats * config.global_batch_rows):
+        a, b, c = _timed_row(training, next(rows), clock)
+        forward.append(b - a)
+        backward.append(c - b)
+        both.append(c - a)
+    _clear(training)
+    log.info("steps of %d rows", config.global_batch_rows)
+    steps = []
+    for _ in range(config.repeats):
+        group = list(itertools.islice(rows, config.global_batch_rows))
+        steps.append(clock.seconds(lambda group=group: training.update(group)))  # type: ignore[misc]
+    optimizer = [_optimizer_seconds(training, batches[0], clock) for _ in range(config.repeats)]
+    log.info("steps from shards")
+    streamed = _from_shards(run, training, device)
+    step_flop = row_flop * config.global_batch_rows
+    figures = {
+        "what": "trainer bench",
+        "date": datetime.date.today().isoformat(),
+        "machine": _machine(device),
+        "config": to_dict(config),
+        "drafter": to_dict(run.drafter),
+        "row": {
+            "tokens": statistics.mean(batch.num_tokens for batch in batches),
+            "anchors": statistics.mean(batch.num_anchors for batch in batches),
+            "scored_slots": statistics.mean(len(batch.labels_M) for batch in batches),
+            "flop": {
+                name: statistics.mean(getattr(flop, name) for flop in flops)
+                for name in ("blocks", "head", "context", "attention", "total")
+            },
+        },
+        "compile_s": compile_s,
+        "gemm": ceiling,
+        "forward_s": spread(forward),
+        "backward_s": spread(backward),
+        "forward_backward": _rate(both, row_flop, ceiling),
+        "optimizer_s": spread(optimizer),
+        "step": _rate(steps, step_flop, ceiling),
+        "from_shards": streamed,
+        "peak_bytes": clock.peak_bytes(),
+    }
+    if config.compare == "naive":
+        log.info("the same rows without a compiler, attention by scaled_dot_product_attention")
+        training.backend = "sdpa"
+        training.chunk_size = 512
+        rows = itertools.cycle(batches)
+        naive = [
+            clock.seconds(lambda: _forward_backward(training, next(rows)))
+            for _ in range(2 + config.repeats)
+        ][2:]
+        figures["naive_forward_backward"] = _rate(naive, row_flop, ceiling)
+    return figures
+
+
+def useful_flops(config: DrafterConfig, batch: Batch) -> RowFlops:
+    """Count what this row needs: its tokens, anchors, intervals and scored slots."""
+    context_N = (batch.context_end_N - batch.context_start_N)[: batch.num_anchors]
+    return row_flops(
+        config,
+        num_tokens=batch.num_tokens,
+        num_anchors=batch.num_anchors,
+        mean_context=context_N.double().mean().item(),
+        num_scored=len(batch.labels_M),
+    )
+
+
+def gemm_rate(config: DrafterConfig, bench: BenchConfig, device: torch.device) -> dict[str, Any]:
+    """Return the rate of the run's own largest products, back to back on random data.
+
+    The rate of the first moments is `burst`; a power-limited card then slows down, and `sustained`
+    is the denominator of every share. Shapes count by their FLOPs.
+    """
+    queries = bench.anchors_per_row * config.block_size
+    scored = bench.anchors_per_row * (config.block_size - 1)
+    shapes = [
+        (queries, config.hidden_size, config.intermediate_size),
+        (queries, config.intermediate_size, config.hidden_size),
+        (scored, config.hidden_size, config.vocab_size),
+    ]
+    dtype, clock = DTYPES[bench.dtype], Clock(device)
+    operands = [
+        (
+            torch.randn(m, k, device=device, dtype=dtype),
+            torch.randn(n, k, device=device, dtype=dtype).T,
+            torch.empty(m, n, device=device, dtype=dtype),
+        )
+        for m, k, n in shapes
+    ]
+    flop = sum(2.0 * m * k * n for m, k, n in shapes)
+
+    def products() -> None:
+        for a, b, out in operands:
+            torch.mm(a, b, out=out)
+
+    products()
+    clock.finish()
+    seconds = []
+    with gpu_monitor(device) as gpu:
+        ends = time.perf_counter() + bench.gemm_seconds
+        while time.perf_counter() < ends or len(seconds) < 5:
+            seconds.append(clock.seconds(products))
+    later = seconds[len(seconds) // 2 :]
+    return {
+        "shapes": shapes,
+        "burst_flop_per_s": flop / min(seconds[:3]),
+        "sustained_flop_per_s": flop / statistics.median(later),
+        "seconds": bench.gemm_seconds,
+        **gpu,
+    }
+
+
+def _from_shards(run: RunPlan, training: Training, device: torch.device) -> dict[str, Any]:
+    config = run.config
+    assert isinstance(config, BenchConfig)
+    graphs_at = []
+    with _loader(run, device) as loader:
+        groups = _groups(loader, config.global_batch_rows)
+        for group in itertools.islice(groups, 2):  # the queue fills, the clock settles
+            training.update(group)
+        Clock(device).finish()
+        loader.wait_s, num_tokens, num_anchors, num_rows = 0.0, 0, 0, 0
+        started = time.perf_counter()
+        with gpu_monitor(device) as gpu:
+            for group in groups:
+                before = _graphs()
+                training.update(group)
+                num_tokens += sum(batch.num_tokens for batch in group)
+                num_anchors += sum(batch.num_anchors for batch in group)
+                num_rows += len(group)
+                if _graphs() > before:
+                    graphs_at.append(num_rows)
+                if time.perf_counter() - started > config.shard_seconds:
+                    break
+            Clock(device).finish()
+            seconds = time.perf_counter() - started
+    return {
+        "seconds": seconds,
+        "rows": num_rows,
+        "tokens_per_s": num_tokens / seconds,
+        "anchors_per_s": num_anchors / seconds,
+        "data_wait": loader.wait_s / seconds,
+        "graphs_compiled": _graphs(),
+        "graphs_compiled_at_rows": graphs_at,
+        **gpu,
+    }
+
+
+def _rows(run: RunPlan, device: torch.device) -> Iterator[Batch]:
+    with _loader(run, device) as loader:
+        yield from loader
+
+
+def _loader(run: RunPlan, device: torch.device) -> Loader:
+    from trainer.schedule import Position
+
+    return Loader(
+        run.cache,
+        run.schedule,
+        rule=run.rule,
+        row=run.row,
+        device=device,
+        dtype=DTYPES[run.config.dtype],
+        threads=run.config.threads,
+        start=Position(),
+    )
+
+
+def _groups(loader: Loader, size: int) -> Iterator[list[Batch]]:
+    rows = iter(loader)
+    while group := list(itertools.islice(rows, size)):
+        yield group
+
+
+def _forward_backward(training: Training, batch: Batch) -> None:
+    loss_sum, _ = row_loss(
+        training.drafter,
+        training.frozen,
+        batch,
+        chunk_size=training.chunk_size,
+        backend=training.backend,
+    )
+    loss_sum.backward()
+
+
+def _timed_row(training: Training, batch: Batch, clock: Clock) -> tuple[float, float, float]:
+    start = clock.mark()
+    loss_sum, _ = row_loss(
+        training.drafter,
+        training.frozen,
+        batch,
+        chunk_size=training.chunk_size,
+        backend=training.backend,
+    )
+    middle = clock.mark()
+    loss_sum.backward()
+    end = clock.mark()
+    return 0.0, clock.between(start, middle), clock.between(start, end)
+
+
+def _optimizer_seconds(training: Training, batch: Batch, clock: Clock) -> float:
+    _forward_backward(training, batch)
+    clock.finish()
+    return clock.seconds(lambda: training.apply_gradients(batch.weight_sum))
+
+
+def _clear(training: Training) -> None:
+    for parameter in training.masters.parameters:
+        parameter.grad = None
+
+
+class Clock:
+    """Seconds on a device: CUDA events where there are any, else the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._device = device
+
+    def mark(self) -> Any:
+        """Return a point in time of the device's stream."""
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, start: Any, end: Any) -> float:
+        """Wait for `end` and return the seconds since `start`."""
+        if not self._cuda:
+            return end - start
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Return the seconds that some work takes."""
+        start = self.mark()
+        work()
+        return self.between(start, self.mark())
+
+    def finish(self) -> None:
+        """Wait for everything that was asked for."""
+        if self._cuda:
+            torch.cuda.synchronize(self._device)
+
+    def reset_peak(self) -> None:
+        """Forget the memory peak so far."""
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak_bytes(self) -> int | None:
+        """Return the most memory that tensors have taken, None on a CPU."""
+        return torch.cuda.max_memory_allocated(self._device) if self._cuda else None
+
+
+@contextmanager
+def gpu_monitor(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Sample power, clock and the reason for slowing down; fills the dict at the end."""
+    found: dict[str, Any] = {"power_w": None, "clock_mhz": None, "power_capped_share": None}
+    if device.type != "cuda":
+        yield found
+        return
+    query = "power.draw,clocks.sm,clocks_event_reasons.sw_power_cap"
+    with tempfile.TemporaryFile("w+") as samples:
+        command = [
+            "nvidia-smi", f"--id={device.index or 0}", f"--query-gpu={query}",
+            "--format=csv,noheader,nounits", "--loop-ms=200",
+        ]  # fmt: skip
+        try:
+            process = subprocess.Popen(command, stdout=samples, stderr=subprocess.DEVNULL)
+        except FileNotFoundError:
+            yield found
+            return
+        try:
+            yield found
+        finally:
+            process.terminate()
+            process.wait()
+            samples.seek(0)
+            rows = [line.strip().split(", ") for line in samples if line.count(", ") == 2]
+    if rows:
+        found["power_w"] = statistics.median(float(row[0]) for row in rows)
+        found["clock_mhz"] = statistics.median(float(row[1]) for row in rows)
+        found["power_capped_share"] = statistics.mean(row[2] == "Active" for row in rows)
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    """Return median, smallest and largest."""
+    return {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)}
+
+
+def _rate(seconds: list[float], flop: float, ceiling: dict[str, Any]) -> dict[str, Any]:
+    rate = flop / statistics.median(seconds)
+    return {
+        "seconds": spread(seconds),
+        "flop_per_s": rate,
+        "share_of_sustained_gemm": rate / ceiling["sustained_flop_per_s"],
+    }
+
+
+def _graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else platform.processor(),
+        "hscache": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "command": sys.argv,
+    }
+
+
+def format_figures(figures: dict[str, Any]) -> str:
+    """Return the figures as a table."""
+    gemm, both, step = figures["gemm"], figures["forward_backward"], figures["step"]
+    shards, row = figures["from_shards"], figures["row"]
+
+    def tera(rate: float) -> str:
+        return f"{rate / 1e12:,.1f} TFLOP/s"
+
+    def milli(seconds: dict[str, float]) -> str:
+        low, high = 1e3 * seconds["min"], 1e3 * seconds["max"]
+        return f"{1e3 * seconds['median']:,.1f} ms ({low:,.1f} to {high:,.1f})"
+
+    rows = [
+        ["row", f"{row['tokens']:,.0f} tokens, {row['anchors']:,.0f} anchors, "
+         f"{row['flop']['total'] / 1e12:,.2f} TFLOP"],
+        ["products alone", f"{tera(gemm['sustained_flop_per_s'])} sustained over "
+         f"{gemm['seconds']:g} s, {tera(gemm['burst_flop_per_s'])} at first"],
+        ["forward", milli(figures["forward_s"])],
+        ["backward", milli(figures["backward_s"])],
+        ["both", f"{milli(both['seconds'])}, {tera(both['flop_per_s'])}, "
+         f"{both['share_of_sustained_gemm']:.1%} of sustained"],
+        ["optimizer", milli(figures["optimizer_s"])],
+        ["step", f"{milli(step['seconds'])}, {tera(step['flop_per_s'])}, "
+         f"{step['share_of_sustained_gemm']:.1%} of sustained"],
+        ["from shards", f"{shards['tokens_per_s']:,.0f} tokens/s over {shards['seconds']:.0f} s, "
+         f"waiting for data {shards['data_wait']:.2%}"],
+        ["compiled", f"{shards['graphs_compiled']} graphs, {figures['compile_s']:.0f} s; "
+         f"later than the first rows at rows {shards['graphs_compiled_at_rows']}"],
+    ]  # fmt: skip
+    if figures["peak_bytes"] is not None:
+        rows.append(["peak memory", f"{figures['peak_bytes'] / 1e9:,.1f} GB"])
+    if gemm["power_w"] is not None:
+        rows.append(["power, clock", f"{shards['power_w']} W, {shards['clock_mhz']} MHz; products "
+                     f"{gemm['power_w']} W, {gemm['clock_mhz']} MHz"])  # fmt: skip
+    if (naive := figures.get("naive_forward_backward")) is not None:
+        rows.append(["both, naive", f"{milli(naive['seconds'])}, "
+                     f"{naive['share_of_sustained_gemm']:.1%} of sustained"])  # fmt: skip
+    rows.append(["limit", limit_in_words(figures)])
+    return format_table(["bench", figures["machine"]["device"]], rows)
+
+
+def limit_in_words(figures: dict[str, Any]) -> str:
+    """Say what stands between this run and the rate of its products."""
+    shards, step = figures["from_shards"], figures["step"]
+    if shards["data_wait"] > 0.05:
+        return "data: training waits for shards; more threads, a faster disk, or codec none"
+    if step["share_of_sustained_gemm"] < 0.6:
+        return "the host or memory traffic: products are too small to fill the device"
+    if (shards["power_capped_share"] or 0) > 0.5:
+        return "the matrix units, at the card's power limit"
+    return "the matrix units"
