@@ -17,6 +17,16 @@ from hscache.planes import Bits
 
 NORM_FACTOR = 10.0
 _MIN_DOCUMENTS = 8
+_SHARE_FLOOR = 1000
+"""Documents below which a share of unusable ones says little."""
+
+
+def count_seen(num_seen: int, num_documents: int) -> int:
+    """Return of how many documents the unusable ones are a share.
+
+    Of those seen so far, so that a broken source stops at once and not after 1 % of a corpus.
+    """
+    return max(num_seen, min(_SHARE_FLOOR, num_documents))
 
 
 class ContentCheck:

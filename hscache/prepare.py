@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from hscache import files, fingerprint, layout
-from hscache.config import ProduceConfig
+from hscache.config import ProduceConfig, StoreConfig, TargetConfig
 from hscache.documents import Corpus, load_corpus
 from hscache.errors import CacheMismatchError, ConfigError, HscacheError
 from hscache.manifest import (
@@ -24,7 +24,13 @@ from hscache.manifest import (
     read_group,
     require_same_identity,
 )
-from hscache.plan import Plan, corpus_sha256, deal_into_shards, write_plan
+from hscache.plan import (
+    Plan,
+    TokenizedDocument,
+    corpus_sha256,
+    deal_into_shards,
+    write_plan,
+)
 from hscache.reader import Cache, open_cache
 from hscache.target import Target
 from hscache.zarr_array import canonical_json
@@ -47,12 +53,33 @@ def make_cache_folder(cache_dir: Path) -> None:
 
 def prepare(config: ProduceConfig, target: Target) -> Cache:
     """Write plan, frozen weights and identity, or check them against an existing cache."""
-    cache_dir = config.shard_dir
     corpus = load_corpus(config.data, target.tokenizer, config.store.seed)
     _require_context(corpus, target)
     shards = deal_into_shards(corpus.documents, config.store.shard_tokens, config.store.seed)
     frozen = target.frozen.to_bytes()
-    identity = _identity(config, target, corpus, shards, frozen)
+    identity = Identity(
+        states=states_identity(config.target, target, frozen),
+        content=content_identity(
+            corpus.documents,
+            shards,
+            config.store,
+            max_tokens=config.data.max_tokens,
+            over_long=config.data.over_long,
+        ),
+        encoding=encoding_identity(config.store),
+    )
+    return start_cache(config.shard_dir, corpus, shards, target, frozen, identity)
+
+
+def start_cache(
+    cache_dir: Path,
+    corpus: Corpus,
+    shards: list[list[int]],
+    target: Target,
+    frozen: bytes,
+    identity: Identity,
+) -> Cache:
+    """Write what every cache begins with, or check that it is there and the same."""
     root = layout.root_file(cache_dir)
     if root.exists():
         require_same_identity(read_group(root, Identity), identity, cache_dir)
@@ -116,47 +143,42 @@ def _absolute(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).is_dir() else path
 
 
-def _identity(
-    config: ProduceConfig,
-    target: Target,
-    corpus: Corpus,
-    shards: list[list[int]],
-    frozen: bytes,
-) -> Identity:
-    return Identity(
-        states=StatesIdentity(
-            # A folder by its whole path: the trainer may start elsewhere.
-            target=_absolute(config.target.path),
-            revision=target.revision,
-            config_sha256=fingerprint.config_sha256(target.full_config),
-            weights_sha256=fingerprint.weights_sha256(config.target.path),
-            tokenizer_sha256=fingerprint.tokenizer_sha256(target.tokenizer),
-            template_sha256=fingerprint.template_sha256(target.tokenizer),
-            frozen_sha256=hashlib.sha256(frozen).hexdigest(),
-            target_layer_ids=target.layer_ids,
-            num_target_layers=target.num_target_layers,
-            hidden_size=int(target.config.hidden_size),
-            vocab_size=int(target.config.vocab_size),
-            dtype=config.target.dtype,
-            trust_remote_code=config.target.trust_remote_code,
-        ),
-        content=content_identity(config, corpus, shards),
-        encoding=encoding_identity(config),
+def states_identity(config: TargetConfig, target: Target, frozen: bytes) -> StatesIdentity:
+    """Return what the states of a loaded target mean."""
+    return StatesIdentity(
+        # A folder by its whole path: the trainer may start elsewhere.
+        target=_absolute(config.path),
+        revision=target.revision,
+        config_sha256=fingerprint.config_sha256(target.full_config),
+        weights_sha256=fingerprint.weights_sha256(config.path),
+        tokenizer_sha256=fingerprint.tokenizer_sha256(target.tokenizer),
+        template_sha256=fingerprint.template_sha256(target.tokenizer),
+        frozen_sha256=hashlib.sha256(frozen).hexdigest(),
+        target_layer_ids=target.layer_ids,
+        num_target_layers=target.num_target_layers,
+        hidden_size=int(target.config.hidden_size),
+        vocab_size=int(target.config.vocab_size),
+        dtype=config.dtype,
+        trust_remote_code=config.trust_remote_code,
     )
 
 
 def content_identity(
-    config: ProduceConfig, corpus: Corpus, shards: list[list[int]]
+    documents: list[TokenizedDocument],
+    shards: list[list[int]],
+    store: StoreConfig,
+    *,
+    max_tokens: int,
+    over_long: str,
 ) -> ContentIdentity:
-    """Return which tokens a cache of this corpus holds, and how they are dealt."""
-    documents = corpus.documents
+    """Return which tokens a cache of these documents holds, and how they are dealt."""
     ordered = [documents[i] for shard in shards for i in shard]
     return ContentIdentity(
         corpus_sha256=corpus_sha256(ordered),
-        seed=config.store.seed,
-        max_tokens=config.data.max_tokens,
-        over_long=config.data.over_long,
-        shard_tokens=config.store.shard_tokens,
+        seed=store.seed,
+        max_tokens=max_tokens,
+        over_long=over_long,
+        shard_tokens=store.shard_tokens,
         num_documents=len(ordered),
         num_tokens=sum(len(d.ids_T) for d in ordered),
         num_held_out_shards=sum(documents[shard[0]].held_out for shard in shards),
@@ -164,6 +186,6 @@ def content_identity(
     )
 
 
-def encoding_identity(config: ProduceConfig) -> EncodingIdentity:
+def encoding_identity(store: StoreConfig) -> EncodingIdentity:
     """Return how the states are written."""
-    return EncodingIdentity(codec=config.store.codec)
+    return EncodingIdentity(codec=store.codec)

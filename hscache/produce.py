@@ -21,14 +21,14 @@ import numpy as np
 import torch
 
 from hscache import __version__, files, layout, producers
-from hscache.config import ProduceConfig
-from hscache.content import ContentCheck
+from hscache.config import ProduceConfig, StoreConfig
+from hscache.content import ContentCheck, count_seen
 from hscache.device import choose_device
 from hscache.documents import Corpus, load_corpus
 from hscache.errors import HscacheError, ShardCorruptError
 from hscache.manifest import require_same_identity
 from hscache.plan import Plan, deal_into_shards
-from hscache.planes import ARRAYS
+from hscache.planes import ARRAYS, Bits
 from hscache.prepare import content_identity, encoding_identity, make_cache_folder, prepare
 from hscache.pretrained import check_layer_ids, library_versions, load_config, load_tokenizer
 from hscache.progress import Progress, configure_logging
@@ -42,8 +42,6 @@ from hscache.writer import ShardWriter
 log = logging.getLogger(__name__)
 
 _WAIT_S = 1.0
-_QUARANTINE_FLOOR = 1000
-"""Documents below which a share of unusable ones says little."""
 
 
 def run(config: ProduceConfig, *, dry_run: bool = False) -> int:
@@ -71,9 +69,15 @@ def produce(config: ProduceConfig, poll: Callable[[], None] = lambda: None) -> C
         target = Target(config.target)
         cache = prepare(config, target)
         started = time.monotonic()
-        made = _fill(cache, target, producer, config, poll)
-    seconds = time.monotonic() - started
-    print(_summary(cache, made, seconds))
+        made = fill(
+            cache,
+            producer,
+            config.store,
+            lambda shard: _captured(cache, target, shard, config.token_budget, poll),
+            lambda shard: _provenance(cache, target, shard, config),
+            poll,
+        )
+    print(summary(cache, made, time.monotonic() - started))
     return cache
 
 
@@ -89,7 +93,7 @@ def _require_whole_shards(cache_dir: Path) -> None:
 
 
 @dataclass
-class _Made:
+class Made:
     """What this process did."""
 
     quarantined: list[int]
@@ -110,25 +114,40 @@ def _quarantined(cache: Cache, shards: Iterable[int]) -> Iterator[int]:
         yield from (q.document for q in cache.shard_manifest(shard).quarantined)
 
 
-def _fill(
+States = Callable[[int], Iterator[tuple[int, Bits]]]
+"""Given a shard, yields (document, bf16 bits [T, L, H]) for its documents, in order."""
+
+
+def fill(
     cache: Cache,
-    target: Target,
     producer: producers.Producer,
-    config: ProduceConfig,
+    store: StoreConfig,
+    states: States,
+    provenance: Callable[[int], dict[str, Any]],
     poll: Callable[[], None],
-) -> _Made:
+    *,
+    label: str = "produce",
+) -> Made:
+    """Publish every missing shard with the documents that `states` gives and the check passes.
+
+    Returns when all shards are published, by this process or by others.
+    """
     plan = cache.plan
     _require_whole_shards(cache.path)
     published = cache.published_shards()
     done = sum(_num_tokens(plan, shard) for shard in published)
-    made = _Made(
+    made = Made(
         quarantined=list(_quarantined(cache, published)),
         num_documents=sum(len(plan.shard_documents(shard)) for shard in published),
     )
-    label = f"produce {len(published)}/{plan.num_shards} shards"
     with (
-        ThreadPoolExecutor(config.store.threads) as pool,
-        Progress(plan.num_tokens, unit="tokens", label=label, initial=done) as progress,
+        ThreadPoolExecutor(store.threads) as pool,
+        Progress(
+            plan.num_tokens,
+            unit="tokens",
+            label=f"{label} {len(published)}/{plan.num_shards} shards",
+            initial=done,
+        ) as progress,
     ):
         waiting = False
         while True:
@@ -142,48 +161,41 @@ def _fill(
                 waiting = True
                 time.sleep(_WAIT_S)  # if one of them dies, its shard will be ours
                 continue
-            _make_shard(cache, target, shard, config, pool, progress, made, poll)
+            started = time.monotonic()
+            check = ContentCheck()
+            with ShardWriter(cache.path, shard, cache.identity, pool) as writer:
+                for document, bits_TLH in states(shard):
+                    made.num_documents += 1
+                    problem = check.problem(bits_TLH)
+                    if problem is None:
+                        writer.add(document, bits_TLH)
+                    else:
+                        writer.quarantine(document, problem)
+                        _count_quarantined(cache, made, document, problem, store)
+                    made.tokens += len(bits_TLH)
+                    progress.advance(len(bits_TLH))
+                seconds = round(time.monotonic() - started, 3)
+                if writer.publish({**provenance(shard), **_when(seconds)}):
+                    made.shards += 1
+                else:
+                    log.info("shard %d was published by another producer first", shard)
             producer.report(tokens=made.tokens, shards=made.shards)
 
 
-def _make_shard(
-    cache: Cache,
-    target: Target,
-    shard: int,
-    config: ProduceConfig,
-    pool: ThreadPoolExecutor,
-    progress: Progress,
-    made: _Made,
-    poll: Callable[[], None],
-) -> None:
-    plan, started = cache.plan, time.monotonic()
-    packs = cut_packs(plan, shard, config.token_budget)
-    check = ContentCheck()
-    with ShardWriter(cache.path, shard, cache.identity, pool) as writer:
-        for pack in packs:
-            poll()
-            ids_T = np.concatenate([plan.input_ids(document) for document in pack])
-            lengths = [int(plan.lengths[document]) for document in pack]
-            offsets = np.concatenate([[0], np.cumsum(lengths)]).tolist()
-            states = target.capture(torch.from_numpy(ids_T.astype(np.int64)), offsets)
-            bits_TLH = states.view(torch.int16).cpu().numpy().view(np.uint16)
-            for index, document in enumerate(pack):
-                made.num_documents += 1
-                bits = bits_TLH[offsets[index] : offsets[index + 1]]
-                problem = check.problem(bits)
-                if problem is None:
-                    writer.add(document, bits)
-                else:
-                    writer.quarantine(document, problem)
-                    _count_quarantined(cache, made, document, problem, config)
-            made.tokens += len(ids_T)
-            progress.advance(len(ids_T))
-        seconds = time.monotonic() - started
-        provenance = _provenance(target, config, packs, seconds)
-        if writer.publish(provenance):
-            made.shards += 1
-        else:
-            log.info("shard %d was published by another producer first", shard)
+def _captured(
+    cache: Cache, target: Target, shard: int, token_budget: int, poll: Callable[[], None]
+) -> Iterator[tuple[int, Bits]]:
+    """Run a shard's packs through the target; yield its documents' states."""
+    plan = cache.plan
+    for pack in cut_packs(plan, shard, token_budget):
+        poll()
+        ids_T = np.concatenate([plan.input_ids(document) for document in pack])
+        lengths = [int(plan.lengths[document]) for document in pack]
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+        states = target.capture(torch.from_numpy(ids_T.astype(np.int64)), offsets)
+        bits_TLH = states.view(torch.int16).cpu().numpy().view(np.uint16)
+        for index, document in enumerate(pack):
+            yield document, bits_TLH[offsets[index] : offsets[index + 1]]
 
 
 def cut_packs(plan: Plan, shard: int, token_budget: int) -> list[list[int]]:
@@ -201,44 +213,49 @@ def cut_packs(plan: Plan, shard: int, token_budget: int) -> list[list[int]]:
 
 
 def _count_quarantined(
-    cache: Cache, made: _Made, document: int, problem: str, config: ProduceConfig
+    cache: Cache, made: Made, document: int, problem: str, store: StoreConfig
 ) -> None:
     made.quarantined.append(document)
     row = int(cache.plan.source_rows[document])
     log.warning("document %d (input row %d) quarantined: %s", document, row, problem)
-    # Of those seen so far, so that a broken target stops at once and not after 1 % of a corpus.
-    seen = max(made.num_documents, min(_QUARANTINE_FLOOR, cache.plan.num_documents))
-    if len(made.quarantined) > config.store.max_quarantined_share * seen:
+    seen = count_seen(made.num_documents, cache.plan.num_documents)
+    if len(made.quarantined) > store.max_quarantined_share * seen:
         latest = ", ".join(map(str, made.quarantined[-10:]))
         raise HscacheError(
             f"{len(made.quarantined)} documents gave unusable states, more than "
-            f"store.max_quarantined_share = {config.store.max_quarantined_share:.1%} of the "
+            f"store.max_quarantined_share = {store.max_quarantined_share:.1%} of the "
             f"{seen:,} seen so far: documents {latest}; the last (input row {row}): "
             f"{problem}. Something is wrong with the target, its dtype or the input; published "
             "shards are kept."
         )
 
 
-def _provenance(
-    target: Target, config: ProduceConfig, packs: list[list[int]], seconds: float
-) -> dict[str, Any]:
+def _when(seconds: float) -> dict[str, Any]:
+    finished = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"seconds": seconds, "finished": finished}
+
+
+def software() -> dict[str, Any]:
+    """Return the machine and the versions a shard is made with."""
+    return {"hscache": __version__, **library_versions(), "host": platform.node()}
+
+
+def _provenance(cache: Cache, target: Target, shard: int, config: ProduceConfig) -> dict[str, Any]:
     device = str(target.device)
     name = torch.cuda.get_device_name(target.device) if device != "cpu" else platform.processor()
+    packs = cut_packs(cache.plan, shard, config.token_budget)
     return {
-        "hscache": __version__,
-        **library_versions(),
-        "host": platform.node(),
+        **software(),
         "device": device,
         "device_name": name or platform.machine(),
         "token_budget": config.token_budget,
         "settings": to_dict(config),
         "documents_per_pack": [len(pack) for pack in packs],
-        "seconds": round(seconds, 3),
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
 
-def _summary(cache: Cache, made: _Made, seconds: float) -> str:
+def summary(cache: Cache, made: Made, seconds: float, title: str = "produced") -> str:
+    """Return the table at the end of a run."""
     shards = [cache.shard_manifest(s) for s in cache.published_shards()]
     raw = sum(m.raw_bytes for m in shards)
     stored = sum(m.stored_bytes for m in shards)
@@ -255,14 +272,20 @@ def _summary(cache: Cache, made: _Made, seconds: float) -> str:
         ["states", f"{raw / 1e6:,.1f} MB as bf16, {stored / 1e6:,.1f} MB stored"],
         ["ratio", f"{raw / max(1, stored):.3f} ({cache.identity.encoding.codec})"],
     ]
-    return format_table(["produced", str(cache.path)], rows)
+    return format_table([title, str(cache.path)], rows)
 
 
 def _require_same_content(config: ProduceConfig, corpus: Corpus, shards: list[list[int]]) -> None:
     """Refuse, as the run would, to continue a cache of other tokens or another encoding."""
     found = open_cache(config.shard_dir).identity
-    content = content_identity(config, corpus, shards)
-    expected = dataclasses.replace(found, content=content, encoding=encoding_identity(config))
+    content = content_identity(
+        corpus.documents,
+        shards,
+        config.store,
+        max_tokens=config.data.max_tokens,
+        over_long=config.data.over_long,
+    )
+    expected = dataclasses.replace(found, content=content, encoding=encoding_identity(config.store))
     require_same_identity(found, expected, config.shard_dir)
 
 
