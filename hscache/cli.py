@@ -2,7 +2,13 @@
 
 import sys
 
-from hscache.config import InspectConfig, ProduceConfig, RegenerateConfig, VerifyConfig
+from hscache.config import (
+    ImportConfig,
+    InspectConfig,
+    ProduceConfig,
+    RegenerateConfig,
+    VerifyConfig,
+)
 from hscache.settings import Command
 from hscache.settings import main as run_command
 
@@ -18,6 +24,12 @@ COMMANDS = [
         help="run the target once over a corpus and fill a cache with its hidden states",
         config=ProduceConfig,
         run="hscache.produce:run",
+    ),
+    Command(
+        name="import",
+        help="turn the hidden states that SpecForge, speculators or DeepSpec saved into a cache",
+        config=ImportConfig,
+        run="hscache.import_cache:run",
     ),
     Command(
         name="inspect",

@@ -43,8 +43,10 @@ class StatesIdentity:
     hidden_size: int
     vocab_size: int
     dtype: str
-    """dtype the target ran in; states are stored as bfloat16"""
+    """dtype the target ran in, or an import read; states are stored as bfloat16"""
     trust_remote_code: bool
+    origin: str = ""
+    """ "" for states captured here, else `imported from ...`: another program captured them"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,10 @@ class Identity:
     @property
     def sha_input(self) -> bytes:
         """Canonical bytes of the identity, for seeds and comparisons."""
-        return canonical_json(dataclasses.asdict(self))
+        content = dataclasses.asdict(self)
+        if not self.states.origin:
+            del content["states"]["origin"]  # as in caches that were made before imports
+        return canonical_json(content)
 
 
 # A folder may be moved or named differently; its hashes say whether it is the same target.

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import conversation, write_jsonl
 
 from hscache.cli import main as hscache
@@ -39,6 +40,10 @@ FIT = (
 )
 EXPORT = "export --checkpoint run --format zlab --output out/drafter"
 EVAL = "eval --checkpoint run --shards cache --device cpu"
+IMPORT = (
+    "import --format specforge --source peer --target tiny --layer-convention block "
+    "--layer-ids 1 3 --allow-pickle --shard-dir out/imported --device cpu"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +95,8 @@ def world(tmp_path_factory, llama_dir):
     (world / "empty.jsonl").touch()
     (world / "torn.parquet").write_bytes(b"PAR1")
     (world / "afile").write_text("x")
+    (world / "peer").mkdir()
+    torch.save({"input_ids": torch.ones(9)}, world / "peer" / "data_0.ckpt")
     (world / "folder").mkdir()
     (world / "open.yaml").write_text("target: [1, 2\n")
     (world / "typo.yaml").write_text("target:\n  pth: tiny\n")
@@ -107,7 +114,7 @@ def world(tmp_path_factory, llama_dir):
 
 
 def id_of(case) -> str:
-    line = case[1]
+    line = case[1].replace(IMPORT, "import")
     for whole, name in (
         (PRODUCE, "produce"),
         (REGENERATE, "regenerate"),
@@ -120,7 +127,7 @@ def id_of(case) -> str:
 
 CASES = [
     # the command line and config files
-    (hscache, "frobnicate", 2, ["unknown command `frobnicate`", "produce, inspect"]),
+    (hscache, "frobnicate", 2, ["unknown command `frobnicate`", "produce, import, inspect"]),
     (hscache, "produce", 2, ["`shard_dir`, `target.path`, `data.train`", "--shard-dir"]),
     (hscache, f"{PRODUCE} --shard-dri x", 2, ["`--shard-dri`", "did you mean `--shard-dir`?"]),
     (hscache, f"{PRODUCE} --config none.yaml", 2, ["config file none.yaml: No such file"]),
@@ -206,6 +213,22 @@ CASES = [
     (trainer, f"{FIT} --run-dir run", 1, ["checkpoint-", "--resume", "another --run-dir"]),
     (trainer, f"{FIT} --resume", 2, ["out/run has no checkpoint"]),
     (trainer, f"{EVAL} --json afile/x.json", 1, ["afile: File exists"]),
+    # imports of other programs' caches
+    (
+        hscache,
+        IMPORT.replace("--layer-convention block", ""),
+        2,
+        ["layer_convention is missing", "--layer-convention block", "hidden_states"],
+    ),
+    (hscache, IMPORT.replace("--layer-ids 1 3", ""), 2, ["layer_ids is missing", "specforge"]),
+    (hscache, IMPORT.replace("--allow-pickle", ""), 2, ["are pickles", "--allow-pickle"]),
+    (hscache, f"{IMPORT} --layer-ids 3 1", 2, ["[3, 1]", "increasing ids", "other convention?"]),
+    (hscache, f"{IMPORT} --layer-ids 1 7", 2, ["[1, 7]", "of 5 blocks"]),
+    (hscache, f"{IMPORT} --source none", 1, ["none is no folder", "specforge"]),
+    (hscache, f"{IMPORT} --source folder", 1, ["folder holds no SpecForge", "data_0.ckpt"]),
+    (hscache, IMPORT, 1, ["peer/data_0.ckpt", "found ['input_ids']", "expected tensors"]),
+    (hscache, f"{IMPORT} --format speculators", 1, ["peer holds no files named hs_0"]),
+    (hscache, f"{IMPORT} --format deepspec", 1, ["peer/manifest.json", "finished DeepSpec"]),
     # caches, drafters, checkpoints
     (hscache, "inspect none", 2, ["none/zarr.json does not exist", "--shard-dir"]),
     (hscache, "inspect afile", 2, ["afile is no hidden-state cache"]),

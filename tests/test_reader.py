@@ -183,8 +183,17 @@ def test_hscache_never_imports_the_trainer():
         assert "trainer" not in roots, path
 
 
-def test_nothing_in_the_lower_package_unpickles():
+def test_only_the_import_of_pickles_unpickles_and_only_tensors():
     for path in (ROOT / "hscache").glob("*.py"):
+        if path.name == "peer_specforge.py":
+            text = path.read_text()
+            assert "from pickle import UnpicklingError\n" in text
+            assert text.count("pickle import") == 1
+            calls = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call)]
+            loads = [c for c in calls if ast.unparse(c.func) == "torch.load"]
+            assert len(loads) == text.count("torch.load(") == 2
+            assert all("weights_only=True" in ast.unparse(call) for call in loads)
+            continue
         names = set(imported_names(path))
         assert not names & {"pickle", "shelve", "marshal", "joblib", "dill"}, path
         assert "torch.load(" not in path.read_text(), path
