@@ -178,7 +178,7 @@ def gemm_rate(config: DrafterConfig, bench: BenchConfig, device: torch.device) -
 
     products()
     clock.finish()
-    seconds = []
+    seconds: list[float] = []
     with gpu_monitor(device) as gpu:
         ends = time.perf_counter() + bench.gemm_seconds
         while time.perf_counter() < ends or len(seconds) < 5:
