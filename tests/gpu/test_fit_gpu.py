@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from trainer_cache import documents, fit_config, make_cache, metrics_of
 
 from trainer.batches import Loader
@@ -63,3 +64,25 @@ def test_training_in_bf16_on_cuda_learns_and_its_checkpoint_loads(folder, tmp_pa
     # The labels are random, so it learns by heart.
     assert sum(losses[-4:]) < 0.8 * sum(losses[:4]), losses
     assert load_drafter(checkpoint).config.block_size == 4
+
+
+def test_a_step_never_waits_for_the_gpu_and_compiles_nothing_new(folder):
+    config = fit_config(folder, folder / "unused", dtype="bfloat16")
+    run = plan_run(config)
+    training = start_training(run, CUDA)
+    loader = Loader(
+        run.cache, run.schedule, rule=run.rule, row=run.row, device=CUDA,
+        dtype=torch.bfloat16, threads=1, start=Position(),
+    )  # fmt: skip
+    with loader:
+        batches = list(loader)
+    assert len({len(batch.labels_M) for batch in batches}) > 1
+    training.update(batches[:1])  # compiles
+    graphs = counters["stats"]["unique_graphs"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches[1:]:
+            training.update([batch])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert counters["stats"]["unique_graphs"] == graphs <= 8

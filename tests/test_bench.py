@@ -1,0 +1,59 @@
+"""`trainer bench` on a CPU: the figures add up; how high they are is no test's business."""
+
+import json
+
+import pytest
+import torch
+from trainer_cache import documents, fit_config, make_cache
+
+from hscache.settings import to_dict
+from trainer.bench import format_figures, measure, run, spread
+from trainer.config import BenchConfig
+from trainer.run_plan import plan_run
+
+
+@pytest.fixture
+def config(tmp_path):
+    folder = make_cache(tmp_path / "cache", documents([30] * 12))
+    fit = fit_config(folder, tmp_path / "unused")
+    settings = {name: getattr(fit, name) for name in to_dict(fit)}
+    return BenchConfig(
+        **{**settings, "passes": 50}, compare="naive", repeats=2, gemm_seconds=0.01,
+        shard_seconds=0.05, json=tmp_path / "out" / "bench.json",
+    )  # fmt: skip
+
+
+def test_figures_add_up_and_are_written(config, capsys):
+    assert run(config) == 0
+    figures = json.loads(config.json.read_text())
+    assert "of sustained" in capsys.readouterr().out
+    assert not config.run_dir.is_dir()
+    flop = figures["row"]["flop"]
+    assert flop["total"] == pytest.approx(sum(v for k, v in flop.items() if k != "total"))
+    assert 0 < figures["row"]["scored_slots"] <= figures["row"]["anchors"] * 3
+    for part in ("forward_backward", "naive_forward_backward"):
+        rate = flop["total"] / figures[part]["seconds"]["median"]
+        assert figures[part]["flop_per_s"] == pytest.approx(rate)
+    ceiling = figures["gemm"]["sustained_flop_per_s"]
+    step = figures["step"]
+    assert step["flop_per_s"] == pytest.approx(2 * flop["total"] / step["seconds"]["median"])
+    assert step["share_of_sustained_gemm"] == pytest.approx(step["flop_per_s"] / ceiling)
+    shards = figures["from_shards"]
+    assert 0 <= shards["data_wait"] <= 1
+    assert shards["tokens_per_s"] * shards["seconds"] >= 30 * shards["rows"]
+
+
+def test_dry_run_measures_nothing(config, capsys):
+    assert run(config, dry_run=True) == 0
+    assert "would measure 2 steps of 2 rows" in capsys.readouterr().out
+    assert not config.json.exists()
+
+
+def test_table_names_the_limit(config):
+    figures = measure(plan_run(config), torch.device("cpu"))
+    figures["from_shards"]["data_wait"] = 0.5
+    assert "training waits for shards" in format_figures(figures)
+
+
+def test_spread_is_median_and_range():
+    assert spread([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0}
