@@ -1,7 +1,8 @@
 """Rows of parquet and Arrow files, read batch by batch with pyarrow alone.
 
-Takes a file and the names of the columns that are wanted; hands on one dict a row. A struct column
-has every key in every row, null where a row had none, so nulls are left out at every depth: chat
+Takes a file and the names of the columns that are wanted; hands on one dict a row, or tables of so
+many rows in Arrow's own bytes, which are cheap to hand to another process. A struct column has
+every key in every row, null where a row had none, so nulls are left out at every depth: chat
 templates ask whether a key is there.
 """
 
@@ -24,13 +25,50 @@ def read_arrow_rows(path: Path, columns: Collection[str]) -> Iterator[dict[str, 
 
     Raises DataError naming the file if it is damaged or has none of the columns.
     """
+    for _, table in read_arrow_tables(path, columns, _BATCH):
+        yield from parse_arrow_table(table, path)
+
+
+def read_arrow_tables(
+    path: Path, columns: Collection[str], num_rows: int
+) -> Iterator[tuple[int, bytes]]:
+    """Yield (number of rows, Arrow stream) of `num_rows` rows each, the last one of what is left.
+
+    Raises DataError as `read_arrow_rows` does.
+    """
     try:
+        parts: list[pa.RecordBatch] = []
+        missing = num_rows
         for batch in _batches(path, columns):
-            for start in range(0, len(batch), _BATCH):
-                for row in batch.slice(start, _BATCH).to_pylist():
-                    yield _without_nulls(row)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            while len(batch):
+                parts.append(batch.slice(0, missing))
+                batch = batch.slice(missing)
+                missing -= len(parts[-1])
+                if not missing:
+                    yield num_rows, _to_stream(parts)
+                    parts, missing = [], num_rows
+        if parts:
+            yield num_rows - missing, _to_stream(parts)
+    except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, error) from error
+
+
+def parse_arrow_table(table: bytes, path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one stream of `read_arrow_tables`; raise DataError naming `path`."""
+    try:
+        for batch in pa.ipc.open_stream(table):
+            for row in batch.to_pylist():
+                yield _without_nulls(row)
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _to_stream(batches: list[pa.RecordBatch]) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batches[0].schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
 
 
 def count_arrow_rows(path: Path) -> int:

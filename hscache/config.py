@@ -14,6 +14,8 @@ from hscache.planes import Codec
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["bfloat16", "float32"]
+Answers = Literal["all", "last"]
+OverLong = Literal["drop", "truncate"]
 
 
 def spaced_layer_ids(num_target_layers: int, num_features: int) -> tuple[int, ...]:
@@ -71,10 +73,15 @@ class DataConfig:
     """Share of the training documents to hold out, chosen by a hash of their content."""
     max_tokens: int = 4096
     """Longest document, in tokens."""
-    over_long: Literal["drop", "truncate"] = "truncate"
+    over_long: OverLong = "truncate"
     """What to do with a longer one; both are counted."""
     max_documents: int | None = None
     """Take only this many rows of the training files (a seeded sample over all of them)."""
+    answers: Answers = "all"
+    """Supervise all answers of a conversation, or the last: then the template may rewrite turns."""
+    workers: int | None = None
+    """Processes that tokenise; 0 or 1: this one. By default one a core, fewer if the corpus is
+    small."""
     min_supervised_share: float = 0.01
     """Stop when a smaller share of the tokens is supervised: the loss mask is likely wrong."""
 
@@ -89,6 +96,8 @@ class DataConfig:
             raise ConfigError(f"data.max_tokens is {self.max_tokens}; expected at least 2.")
         if self.max_documents is not None and self.max_documents < 1:
             raise ConfigError(f"data.max_documents is {self.max_documents}; expected at least 1.")
+        if self.workers is not None and self.workers < 0:
+            raise ConfigError(f"data.workers is {self.workers}; expected at least 0.")
         if not 0 <= self.min_supervised_share <= 1:
             raise ConfigError(
                 f"data.min_supervised_share is {self.min_supervised_share}; expected a share "

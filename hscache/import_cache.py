@@ -22,6 +22,7 @@ import numpy as np
 from hscache import producers
 from hscache.config import ImportConfig, TargetConfig
 from hscache.content import count_seen
+from hscache.corpus_plan import content_identity
 from hscache.documents import Corpus
 from hscache.errors import ConfigError, DataError, HscacheError
 from hscache.import_check import Sample, check_layers
@@ -35,7 +36,6 @@ from hscache.peer import (
 from hscache.plan import TokenizedDocument, deal_into_shards
 from hscache.planes import Bits
 from hscache.prepare import (
-    content_identity,
     encoding_identity,
     make_cache_folder,
     start_cache,

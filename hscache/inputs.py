@@ -1,11 +1,12 @@
 """Inputs of a run: names of files, folders and patterns become files, and files become raw rows.
 
 Takes what a user lists in `data.train` or `prompts`; hands on `InputFile`s in a fixed order and
-their rows with the place each came from, for messages. What a row means is `conversations`'
-business.
+their rows with the place each came from, for messages; or packets of unparsed rows, which another
+process parses. What a row means is `conversations`' business.
 """
 
 import glob
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -13,9 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hscache.arrow_rows import count_arrow_rows, read_arrow_rows
+from hscache.arrow_rows import (
+    count_arrow_rows,
+    parse_arrow_table,
+    read_arrow_rows,
+    read_arrow_tables,
+)
 from hscache.errors import DataError
-from hscache.jsonl import count_jsonl, read_jsonl
+from hscache.jsonl import count_jsonl, parse_line, read_jsonl, read_lines
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
 
@@ -58,6 +64,20 @@ class InputFile:
         for number, values in enumerate(read_arrow_rows(self.path, COLUMNS), start=1):
             yield RawRow(values=values, number=number, where=f"{self.path}, row {number}")
 
+    def read_packets(self, num_rows: int) -> Iterator["Packet"]:
+        """Yield the rows in order and unparsed, `num_rows` at a time; raise DataError on damage."""
+        if self.has_lines:
+            lines = read_lines(self.path)
+            while some := list(itertools.islice(lines, num_rows)):
+                numbers, raw = zip(*some, strict=True)
+                yield Packet(path=self.path, numbers=numbers, lines=raw)
+            return
+        first = 1
+        for count, table in read_arrow_tables(self.path, COLUMNS, num_rows):
+            numbers = tuple(range(first, first + count))
+            yield Packet(path=self.path, numbers=numbers, table=table)
+            first += count
+
 
 @dataclass(frozen=True, kw_only=True)
 class RawRow:
@@ -68,6 +88,39 @@ class RawRow:
     """1-based line of a JSONL file, or row of another"""
     where: str
     """file and line, or row, for messages"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packet:
+    """Neighbouring rows of one file, not yet parsed, or some of them."""
+
+    path: Path
+    numbers: tuple[int, ...]
+    """`RawRow.number` of all"""
+    lines: tuple[bytes, ...] | None = None
+    """of a JSONL file: one for each number"""
+    table: bytes = b""
+    """of another: all rows as an Arrow stream"""
+    chosen: tuple[int, ...] | None = None
+    """positions of the rows that are wanted, ascending; None means all"""
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """Positions of the rows that `parse` yields, the first row of the packet being 0."""
+        return range(len(self.numbers)) if self.chosen is None else self.chosen
+
+    def parse(self) -> Iterator[RawRow]:
+        """Yield the rows that are wanted; raise DataError naming file and row."""
+        if self.lines is not None:
+            for i in self.positions:
+                values = parse_line(self.lines[i], self.path, self.numbers[i])
+                where = f"{self.path}, line {self.numbers[i]}"
+                yield RawRow(values=values, number=self.numbers[i], where=where)
+            return
+        rows = list(parse_arrow_table(self.table, self.path))
+        for i in self.positions:
+            where = f"{self.path}, row {self.numbers[i]}"
+            yield RawRow(values=rows[i], number=self.numbers[i], where=where)
 
 
 def find_files(names: Sequence[str | Path]) -> list[InputFile]:

@@ -29,17 +29,26 @@ def read_jsonl(
     `ended_lines_only` also leaves out a last line without a newline, which a writer may not have
     finished. Raises DataError naming file and line.
     """
-    for number, line in _read_lines(Path(path)):
+    for number, line in read_lines(Path(path)):
         if line.endswith(b"\n") or not ended_lines_only:
-            yield number, _parse(_decode(line, path), f"{path}, line {number}")
+            yield number, parse_line(line, path, number)
 
 
 def count_jsonl(path: Path) -> int:
     """Return how many objects `read_jsonl` would yield; lines are not parsed."""
-    return sum(1 for _ in _read_lines(path))
+    return sum(1 for _ in read_lines(path))
 
 
-def _read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def parse_line(line: bytes, path: str | Path, number: int) -> dict[str, Any]:
+    """Return the object on a line of `read_lines`; raise DataError naming file and line."""
+    return _parse(_decode(line, path), f"{path}, line {number}")
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (1-based line number, line) of a file as it was unpacked, blank lines left out.
+
+    Raises DataError naming the file if it cannot be read to its end.
+    """
     if not path.exists():
         raise DataError(f"{path} does not exist; expected a JSONL file (also .gz, .zst).")
     if path.is_dir():

@@ -27,6 +27,11 @@ def plan_dir(cache_dir: Path) -> Path:
     return cache_dir / "plan"
 
 
+def tokens_dir(cache_dir: Path) -> Path:
+    """Return the folder of what is tokenised until the plan is made of it."""
+    return cache_dir / "tokenizing"
+
+
 def frozen_dir(cache_dir: Path) -> Path:
     """Return the folder with the target's embedding, head and final norm."""
     return cache_dir / "frozen"

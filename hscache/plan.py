@@ -5,8 +5,9 @@ reads it back. Documents lie in shard order, so a shard's documents are one cont
 rows. Held-out documents fill the first shards and share none with training.
 """
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -48,7 +49,7 @@ class TokenizedDocument:
 
 
 def deal_into_shards(
-    documents: list[TokenizedDocument], shard_tokens: int, seed: int
+    documents: Sequence[TokenizedDocument], shard_tokens: int, seed: int
 ) -> list[list[int]]:
     """Return, per shard, the indices of its documents: held-out shards first, then training.
 
@@ -82,42 +83,51 @@ class PlanManifest:
     arrays: dict[str, ArrayRecord]
     report: dict[str, Any] = field(default_factory=dict)
     """rows in, kept, dropped by reason"""
+    source_sha256: str = ""
+    """of the files and settings it was made of; "" if it was made of something else"""
 
 
 def write_plan(
     cache_dir: Path,
-    documents: list[TokenizedDocument],
+    documents: Sequence[TokenizedDocument],
     shards: list[list[int]],
     report: dict[str, Any],
+    source_sha256: str = "",
 ) -> None:
     """Write `plan/` atomically; if another producer was faster its equal plan stays."""
-    ordered = [documents[i] for shard in shards for i in shard]
-    shard_of = [number for number, shard in enumerate(shards) for _ in shard]
-    held_out = sum(1 for shard in shards if documents[shard[0]].held_out)
-    columns: dict[str, list[int]] = {
-        "lengths": [len(d.ids_T) for d in ordered],
-        "keys": [d.key for d in ordered],
-        "shards": shard_of,
-        "source_rows": [d.source_row for d in ordered],
-        "valid_anchors": [d.num_valid_anchors for d in ordered],
+    order = [(i, number) for number, shard in enumerate(shards) for i in shard]
+    columns = {
+        name: np.empty(len(order), layout.dtype)
+        for name, layout in PLAN_ARRAYS.items()
+        if name not in ("tokens", "loss_mask")
     }
-    with files.temporary_folder(cache_dir) as folder:
-        records = {}
-        for name, layout in PLAN_ARRAYS.items():
-            with ZarrArrayWriter(folder / name, layout) as writer:
-                if name in columns:
-                    writer.append(np.array(columns[name], layout.dtype))
-                else:
-                    for document in ordered:
-                        rows = document.ids_T if name == "tokens" else document.loss_mask_T
-                        writer.append(rows)
-                records[name] = writer.close()
+    digest = _CorpusHash()
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(files.temporary_folder(cache_dir))
+        writers = {
+            name: stack.enter_context(ZarrArrayWriter(folder / name, layout))
+            for name, layout in PLAN_ARRAYS.items()
+        }
+        # One by one: a corpus may be larger than memory.
+        for position, (index, shard) in enumerate(order):
+            document = documents[index]
+            columns["lengths"][position] = len(document.ids_T)
+            columns["keys"][position] = document.key
+            columns["shards"][position] = shard
+            columns["source_rows"][position] = document.source_row
+            columns["valid_anchors"][position] = document.num_valid_anchors
+            writers["tokens"].append(document.ids_T)
+            writers["loss_mask"].append(document.loss_mask_T)
+            digest.update(document)
+        for name, column in columns.items():
+            writers[name].append(column)
         manifest = PlanManifest(
-            corpus_sha256=corpus_sha256(ordered),
+            corpus_sha256=digest.hexdigest(),
             num_shards=len(shards),
-            num_held_out_shards=held_out,
-            arrays=records,
+            num_held_out_shards=sum(documents[shard[0]].held_out for shard in shards),
+            arrays={name: writer.close() for name, writer in writers.items()},
             report=report,
+            source_sha256=source_sha256,
         )
         files.write_durable(folder / "zarr.json", encode_group(manifest))
         files.publish_folder(folder, plan_dir(cache_dir))
@@ -125,12 +135,23 @@ def write_plan(
 
 def corpus_sha256(documents: Iterable[TokenizedDocument]) -> str:
     """Hash every document's ids and mask in order; lengths are part of it."""
-    digest = hashlib.sha256()
+    digest = _CorpusHash()
     for document in documents:
-        digest.update(len(document.ids_T).to_bytes(8, "little"))
-        digest.update(document.ids_T.astype("<i4").tobytes())
-        digest.update(document.loss_mask_T.tobytes())
+        digest.update(document)
     return digest.hexdigest()
+
+
+class _CorpusHash:
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def update(self, document: TokenizedDocument) -> None:
+        self._digest.update(len(document.ids_T).to_bytes(8, "little"))
+        self._digest.update(document.ids_T.astype("<i4").tobytes())
+        self._digest.update(document.loss_mask_T.tobytes())
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
 
 
 class Plan:

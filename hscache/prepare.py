@@ -5,18 +5,17 @@ with the identity, each written whole or not at all; hands on the open cache. Se
 make another cache are refused with a field-by-field diff.
 """
 
+import dataclasses
 import hashlib
 import os
 from pathlib import Path
 
-import numpy as np
-
 from hscache import files, fingerprint, layout
 from hscache.config import ProduceConfig, StoreConfig, TargetConfig
-from hscache.documents import Corpus, load_corpus
+from hscache.corpus_plan import PlannedCorpus, make_plan, require_same_plan
+from hscache.documents import Corpus
 from hscache.errors import CacheMismatchError, ConfigError, HscacheError
 from hscache.manifest import (
-    ContentIdentity,
     EncodingIdentity,
     Identity,
     StatesIdentity,
@@ -24,13 +23,7 @@ from hscache.manifest import (
     read_group,
     require_same_identity,
 )
-from hscache.plan import (
-    Plan,
-    TokenizedDocument,
-    corpus_sha256,
-    deal_into_shards,
-    write_plan,
-)
+from hscache.plan import write_plan
 from hscache.reader import Cache, open_cache
 from hscache.target import Target
 from hscache.zarr_array import canonical_json
@@ -53,22 +46,24 @@ def make_cache_folder(cache_dir: Path) -> None:
 
 def prepare(config: ProduceConfig, target: Target) -> Cache:
     """Write plan, frozen weights and identity, or check them against an existing cache."""
-    corpus = load_corpus(config.data, target.tokenizer, config.store.seed)
-    _require_context(corpus, target)
-    shards = deal_into_shards(corpus.documents, config.store.shard_tokens, config.store.seed)
+    cache_dir = config.shard_dir
     frozen = target.frozen.to_bytes()
-    identity = Identity(
-        states=states_identity(config.target, target, frozen),
-        content=content_identity(
-            corpus.documents,
-            shards,
-            config.store,
-            max_tokens=config.data.max_tokens,
-            over_long=config.data.over_long,
-        ),
-        encoding=encoding_identity(config.store),
-    )
-    return start_cache(config.shard_dir, corpus, shards, target, frozen, identity)
+    states = states_identity(config.target, target, frozen)
+    encoding = encoding_identity(config.store)
+    root = layout.root_file(cache_dir)
+    if root.exists():
+        _refuse_early(config, states, encoding)
+    _require_no_loose_shards(cache_dir)
+
+    def check(corpus: PlannedCorpus) -> None:
+        _require_context(corpus.longest, target)
+        if root.exists():
+            expected = Identity(states=states, content=corpus.content, encoding=encoding)
+            require_same_identity(read_group(root, Identity), expected, cache_dir)
+
+    content = make_plan(config, target.tokenizer, check).content
+    identity = Identity(states=states, content=content, encoding=encoding)
+    return _write_root(cache_dir, target, frozen, identity)
 
 
 def start_cache(
@@ -79,29 +74,54 @@ def start_cache(
     frozen: bytes,
     identity: Identity,
 ) -> Cache:
-    """Write what every cache begins with, or check that it is there and the same."""
+    """Write what a cache of a loaded corpus begins with, or check that it is there and the same."""
     root = layout.root_file(cache_dir)
     if root.exists():
         require_same_identity(read_group(root, Identity), identity, cache_dir)
-    elif layout.list_shards(cache_dir):
+    _require_no_loose_shards(cache_dir)
+    if not layout.plan_dir(cache_dir).exists():
+        write_plan(cache_dir, corpus.documents, shards, dict(corpus.report))
+    require_same_plan(cache_dir, identity.content, shards)
+    return _write_root(cache_dir, target, frozen, identity)
+
+
+def _require_no_loose_shards(cache_dir: Path) -> None:
+    if not layout.root_file(cache_dir).exists() and layout.list_shards(cache_dir):
         raise HscacheError(
             f"{cache_dir} has shards but no root zarr.json: it is no cache, or a damaged one. "
             "Give an empty --shard-dir."
         )
-    if not layout.plan_dir(cache_dir).exists():
-        write_plan(cache_dir, corpus.documents, shards, dict(corpus.report))
+
+
+def _write_root(cache_dir: Path, target: Target, frozen: bytes, identity: Identity) -> Cache:
+    """Write frozen/ and the root, or check those that are there; the plan is."""
     if not layout.frozen_dir(cache_dir).exists():
         _write_frozen(cache_dir, frozen, target)
-    _require_same_start(cache_dir, shards, identity)
+    _require_same_frozen(cache_dir, identity)
     # Last, so that a root promises a plan and frozen weights.
-    files.create_once(root, encode_group(identity))
+    files.create_once(layout.root_file(cache_dir), encode_group(identity))
     cache = open_cache(cache_dir)
     require_same_identity(cache.identity, identity, cache_dir)
     return cache
 
 
-def _require_context(corpus: Corpus, target: Target) -> None:
-    longest = max(len(document.ids_T) for document in corpus.documents)
+def _refuse_early(
+    config: ProduceConfig, states: StatesIdentity, encoding: EncodingIdentity
+) -> None:
+    """Refuse what is seen to be another cache before its corpus is tokenised."""
+    found = read_group(layout.root_file(config.shard_dir), Identity)
+    content = dataclasses.replace(
+        found.content,
+        seed=config.store.seed,
+        max_tokens=config.data.max_tokens,
+        over_long=config.data.over_long,
+        shard_tokens=config.store.shard_tokens,
+    )
+    expected = Identity(states=states, content=content, encoding=encoding)
+    require_same_identity(found, expected, config.shard_dir)
+
+
+def _require_context(longest: int, target: Target) -> None:
     context = target.full_config.get("max_position_embeddings")
     if context is not None and longest > int(context):
         raise ConfigError(
@@ -122,21 +142,15 @@ def _write_frozen(cache_dir: Path, frozen: bytes, target: Target) -> None:
         files.publish_folder(folder, layout.frozen_dir(cache_dir))
 
 
-def _require_same_start(cache_dir: Path, shards: list[list[int]], identity: Identity) -> None:
-    """Check plan/ and frozen/, which may be left of a start with other settings, cut short."""
-    plan = Plan(cache_dir)
-    sizes = np.bincount(plan.shards, minlength=plan.num_shards).tolist()
+def _require_same_frozen(cache_dir: Path, identity: Identity) -> None:
+    """Check frozen/, which may be left of a start with other settings, cut short."""
     weights = layout.frozen_weights(cache_dir).read_bytes()
-    for name, same in (
-        ("plan", plan.manifest.corpus_sha256 == identity.content.corpus_sha256),
-        ("plan", sizes == [len(shard) for shard in shards]),
-        ("frozen", hashlib.sha256(weights).hexdigest() == identity.states.frozen_sha256),
-    ):
-        if not same:
-            raise CacheMismatchError(
-                f"{cache_dir / name} is not what these settings give: it is left of a start with "
-                f"others, or damaged. Delete {cache_dir / name} and run the same command again."
-            )
+    if hashlib.sha256(weights).hexdigest() != identity.states.frozen_sha256:
+        folder = layout.frozen_dir(cache_dir)
+        raise CacheMismatchError(
+            f"{folder} is not what these settings give: it is left of a start with others, or "
+            f"damaged. Delete {folder} and run the same command again."
+        )
 
 
 def _absolute(path: str) -> str:
@@ -160,29 +174,6 @@ def states_identity(config: TargetConfig, target: Target, frozen: bytes) -> Stat
         vocab_size=int(target.config.vocab_size),
         dtype=config.dtype,
         trust_remote_code=config.trust_remote_code,
-    )
-
-
-def content_identity(
-    documents: list[TokenizedDocument],
-    shards: list[list[int]],
-    store: StoreConfig,
-    *,
-    max_tokens: int,
-    over_long: str,
-) -> ContentIdentity:
-    """Return which tokens a cache of these documents holds, and how they are dealt."""
-    ordered = [documents[i] for shard in shards for i in shard]
-    return ContentIdentity(
-        corpus_sha256=corpus_sha256(ordered),
-        seed=store.seed,
-        max_tokens=max_tokens,
-        over_long=over_long,
-        shard_tokens=store.shard_tokens,
-        num_documents=len(ordered),
-        num_tokens=sum(len(d.ids_T) for d in ordered),
-        num_held_out_shards=sum(documents[shard[0]].held_out for shard in shards),
-        num_shards=len(shards),
     )
 
 

@@ -23,13 +23,13 @@ import torch
 from hscache import __version__, files, layout, producers
 from hscache.config import ProduceConfig, StoreConfig
 from hscache.content import ContentCheck, count_seen
+from hscache.corpus_plan import preview
 from hscache.device import choose_device
-from hscache.documents import Corpus, load_corpus
 from hscache.errors import HscacheError, ShardCorruptError
-from hscache.manifest import require_same_identity
-from hscache.plan import Plan, deal_into_shards
+from hscache.manifest import ContentIdentity, require_same_identity
+from hscache.plan import Plan
 from hscache.planes import ARRAYS, Bits
-from hscache.prepare import content_identity, encoding_identity, make_cache_folder, prepare
+from hscache.prepare import encoding_identity, make_cache_folder, prepare
 from hscache.pretrained import check_layer_ids, library_versions, load_config, load_tokenizer
 from hscache.progress import Progress, configure_logging
 from hscache.reader import Cache, open_cache
@@ -275,16 +275,9 @@ def summary(cache: Cache, made: Made, seconds: float, title: str = "produced") -
     return format_table([title, str(cache.path)], rows)
 
 
-def _require_same_content(config: ProduceConfig, corpus: Corpus, shards: list[list[int]]) -> None:
+def _require_same_content(config: ProduceConfig, content: ContentIdentity) -> None:
     """Refuse, as the run would, to continue a cache of other tokens or another encoding."""
     found = open_cache(config.shard_dir).identity
-    content = content_identity(
-        corpus.documents,
-        shards,
-        config.store,
-        max_tokens=config.data.max_tokens,
-        over_long=config.data.over_long,
-    )
     expected = dataclasses.replace(found, content=content, encoding=encoding_identity(config.store))
     require_same_identity(found, expected, config.shard_dir)
 
@@ -294,21 +287,20 @@ def describe_plan(config: ProduceConfig) -> str:
     choose_device(config.target.device)
     model, _ = load_config(config.target)
     layer_ids = check_layer_ids(config.target, int(model.num_hidden_layers))
-    corpus = load_corpus(config.data, load_tokenizer(config.target), config.store.seed)
-    tokens = sum(len(d.ids_T) for d in corpus.documents)
-    shards = deal_into_shards(corpus.documents, config.store.shard_tokens, config.store.seed)
+    corpus = preview(config, load_tokenizer(config.target))
+    tokens, num_shards = corpus.content.num_tokens, corpus.content.num_shards
     if layout.root_file(config.shard_dir).is_file():
-        _require_same_content(config, corpus, shards)
+        _require_same_content(config, corpus.content)
     token_bytes = len(layer_ids) * int(model.hidden_size) * 2
     folder = config.shard_dir
     rows = [[key, f"{value:,}"] for key, value in corpus.report.items()]
     rows += [
         ["tokens", f"{tokens:,}"],
         ["captured layers", f"{list(layer_ids)} of {model.num_hidden_layers}"],
-        ["shards", f"{len(shards):,} of at most {config.store.shard_tokens:,} tokens"],
+        ["shards", f"{num_shards:,} of at most {config.store.shard_tokens:,} tokens"],
         ["bytes a token", f"{token_bytes:,} as bf16"],
         ["states", f"{tokens * token_bytes / 1e6:,.1f} MB before the codec"],
-        ["files", f"about {len(shards) * (2 * len(ARRAYS[config.store.codec]) + 5):,} in shards/"],
+        ["files", f"about {num_shards * (2 * len(ARRAYS[config.store.codec]) + 5):,} in shards/"],
         ["disk", files.free_space(folder)],
     ]
     return format_table(["plan", str(folder)], rows)

@@ -2,9 +2,11 @@
 
 Takes a checked `Conversation` and a tokenizer with a chat template; hands on `Rendered`. The spans
 come from the template's `{% generation %}` tags where it has them, else from the boundaries between
-renders of growing prefixes; whatever would make them a guess is refused.
+renders of growing prefixes; whatever would make them a guess is refused. Of a template that
+rewrites earlier turns only the last answer can be had, which is rendered as a server would.
 """
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from hscache.config import Answers
 from hscache.conversations import Conversation
 from hscache.errors import DataError
 
@@ -27,19 +30,28 @@ class Rendered:
     spans: tuple[tuple[int, int], ...]
 
 
-def render(row: Conversation, tokenizer: Any) -> Rendered:
+def render(row: Conversation, tokenizer: Any, answers: Answers = "all") -> Rendered:
     """Render a conversation and find what the assistant generated, end-of-turn marker included.
+
+    With `answers` "last" the turns after the last answer are left out, and only this answer has a
+    span: the text is what a server that was asked for it would have seen, and the answer.
 
     Without generation tags, an answer starts where the render of the turns before it, with a
     generation prompt, ends; it ends where the render of the turns up to it ends, trailing white
     space aside. A truncated last answer ends the document with what was said. Raises DataError
     naming row and turn if a render is not an append, or leaves out thinking or tool calls.
     """
+    only_last = answers == "last"
+    if only_last:
+        row = _up_to_last_answer(row)
     full = render_turns(row, tokenizer, len(row.messages))
     if _GENERATION_TAG.search(tokenizer.get_chat_template(tools=row.tools)):
         spans = _tagged_spans(row, tokenizer, full)
+        if only_last and row.messages[-1]["role"] == "assistant":
+            start = len(_prompt_of(row, tokenizer, len(row.messages) - 1, full))
+            spans = [(max(low, start), high) for low, high in spans if high > start]
     else:
-        spans = _boundary_spans(row, tokenizer, full)
+        spans = _boundary_spans(row, tokenizer, full, only_last=only_last)
     last = len(row.messages) - 1
     if not row.truncated or row.messages[last]["role"] != "assistant":
         return Rendered(text=full, spans=tuple(spans))
@@ -61,6 +73,29 @@ def render_turns(row: Conversation, tokenizer: Any, count: int, *, prompt: bool 
         raise DataError(
             f"{row.where}: the chat template refuses it: {error}. Mend or delete the row."
         ) from error
+
+
+def _up_to_last_answer(row: Conversation) -> Conversation:
+    """Return the conversation without what follows the last answer; without any, as it is."""
+    turns = list(row.messages)
+    while turns and turns[-1]["role"] != "assistant":
+        turns.pop()
+    if not turns or len(turns) == len(row.messages):
+        return row
+    # `finish_reason` spoke of a last turn that is now gone, and was not an answer.
+    return dataclasses.replace(row, messages=turns, truncated=False)
+
+
+def _prompt_of(row: Conversation, tokenizer: Any, index: int, full: str) -> str:
+    """Return what the server sees before turn `index`, which must begin the whole."""
+    before = render_turns(row, tokenizer, index, prompt=True)
+    if not full.startswith(before):
+        raise DataError(
+            f"{row.where}: the chat template rewrites the prompt of turn {index + 1} once the "
+            "answer is there, so a loss mask would be a guess. Use a template that marks answers "
+            "with {% generation %} or only appends to the prompt, or delete the row."
+        )
+    return before
 
 
 def _tagged_spans(row: Conversation, tokenizer: Any, full: str) -> list[tuple[int, int]]:
@@ -85,23 +120,28 @@ def _tagged_spans(row: Conversation, tokenizer: Any, full: str) -> list[tuple[in
     return [(low, high) for low, high in spans]
 
 
-def _boundary_spans(row: Conversation, tokenizer: Any, full: str) -> list[tuple[int, int]]:
+def _boundary_spans(
+    row: Conversation, tokenizer: Any, full: str, *, only_last: bool
+) -> list[tuple[int, int]]:
     spans = []
-    for index, message in enumerate(row.messages):
-        if message["role"] != "assistant":
-            continue
+    answers = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
+    for index in answers[-1:] if only_last else answers:
         if index == 0:
             raise DataError(
                 f"{row.where}: the conversation starts with an assistant turn, so it answers "
                 "nothing. Put the question before it, or delete the row."
             )
-        before = render_turns(row, tokenizer, index, prompt=True)
-        upto = render_turns(row, tokenizer, index + 1)
+        if only_last:
+            before, upto = _prompt_of(row, tokenizer, index, full), full
+        else:
+            before = render_turns(row, tokenizer, index, prompt=True)
+            upto = render_turns(row, tokenizer, index + 1)
         if not (full.startswith(before) and full.startswith(upto)):
             raise DataError(
                 f"{row.where}: the chat template does not only append: rendering turns "
                 f"1..{index + 1} is no prefix of the whole, so a loss mask would be a guess. "
-                "Use a template that keeps earlier turns unchanged, or that marks answers with "
+                "Set data.answers to `last`, which supervises the last answer of each row alone; "
+                "or use a template that keeps earlier turns unchanged, or that marks answers with "
                 "{% generation %}; or end the row with this turn."
             )
         if not (row.truncated and index == len(row.messages) - 1):

@@ -12,10 +12,11 @@ from conftest import conversation, write_jsonl
 
 from hscache.config import DataConfig
 from hscache.conversations import Conversation, parse_row
-from hscache.documents import load_corpus, tokenize
+from hscache.documents import load_corpus
 from hscache.errors import DataError
 from hscache.inputs import find_files
 from hscache.render import render
+from hscache.tokenize_rows import tokenize
 
 START, END = "<|im_start|>", "<|im_end|>"
 

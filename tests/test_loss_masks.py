@@ -11,10 +11,10 @@ import pytest
 from chat_templates import CHATML, CHATML_TAGGED, LLAMA3, QWEN3, tokenizer_with
 
 from hscache.conversations import parse_row
-from hscache.documents import tokenize
 from hscache.errors import DataError
 from hscache.inputs import RawRow
 from hscache.render import render
+from hscache.tokenize_rows import tokenize
 
 PIECES = re.compile(r"<\|\w+\|>|⟦|⟧|.", re.DOTALL)
 
@@ -188,9 +188,100 @@ GOLDEN = {
 }
 
 
-def tokens_of(row, tokenizer):
+LATER_THINKING = {
+    "messages": [
+        *(turn("user", "A?"), turn("assistant", "B.", reasoning_content="first")),
+        *(turn("user", "C?"), turn("assistant", "D.", reasoning_content="then")),
+    ]
+}
+UNANSWERED = {"messages": [*MULTI["messages"], turn("user", "E?")]}
+CUT_LATER = {"messages": MULTI["messages"], "finish_reason": "length"}
+NEVER_ANSWERED = {"messages": [turn("user", "Hi?")]}
+
+GOLDEN_LAST = {
+    "chatml single": (CHATML, SINGLE, f"{S}user\nHi?{E}\n{S}assistant\n⟦Yo.{E}⟧\n"),
+    "chatml multi": (
+        CHATML,
+        MULTI,
+        f"{S}system\nBe brief.{E}\n{S}user\nA?{E}\n{S}assistant\nB.{E}\n"
+        f"{S}user\nC?{E}\n{S}assistant\n⟦D.{E}⟧\n",
+    ),
+    "chatml question without an answer": (
+        CHATML,
+        UNANSWERED,
+        f"{S}system\nBe brief.{E}\n{S}user\nA?{E}\n{S}assistant\nB.{E}\n"
+        f"{S}user\nC?{E}\n{S}assistant\n⟦D.{E}⟧\n",
+    ),
+    "chatml no answer": (CHATML, NEVER_ANSWERED, f"{S}user\nHi?{E}\n"),
+    "qwen3 single": (
+        QWEN3,
+        SINGLE,
+        f"{S}user\nHi?{E}\n{S}assistant\n⟦<think>\n\n</think>\n\nYo.{E}⟧\n",
+    ),
+    "qwen3 multi": (
+        QWEN3,
+        MULTI,
+        f"{S}system\nBe brief.{E}\n{S}user\nA?{E}\n{S}assistant\nB.{E}\n"
+        f"{S}user\nC?{E}\n{S}assistant\n⟦<think>\n\n</think>\n\nD.{E}⟧\n",
+    ),
+    "qwen3 thinking of earlier answers is dropped": (
+        QWEN3,
+        LATER_THINKING,
+        f"{S}user\nA?{E}\n{S}assistant\nB.{E}\n"
+        f"{S}user\nC?{E}\n{S}assistant\n⟦<think>\nthen\n</think>\n\nD.{E}⟧\n",
+    ),
+    "qwen3 question without an answer": (
+        QWEN3,
+        UNANSWERED,
+        f"{S}system\nBe brief.{E}\n{S}user\nA?{E}\n{S}assistant\nB.{E}\n"
+        f"{S}user\nC?{E}\n{S}assistant\n⟦<think>\n\n</think>\n\nD.{E}⟧\n",
+    ),
+    "qwen3 tool without thinking": (
+        QWEN3,
+        TOOL,
+        f"{S}user\n1+1?{E}\n{S}assistant\n<tool_call>\n"
+        f'{{"name": "add", "arguments": {{"a": 1}}}}\n</tool_call>{E}\n'
+        f"{S}user\n<tool_response>\n2\n</tool_response>{E}\n"
+        f"{S}assistant\n⟦<think>\n\n</think>\n\nIt is 2.{E}⟧\n",
+    ),
+    "qwen3 cut": (
+        QWEN3,
+        CUT_LATER,
+        f"{S}system\nBe brief.{E}\n{S}user\nA?{E}\n{S}assistant\nB.{E}\n"
+        f"{S}user\nC?{E}\n{S}assistant\n⟦<think>\n\n</think>\n\nD.⟧",
+    ),
+    "llama3 multi": (
+        LLAMA3,
+        MULTI,
+        f"{B}{H}system{H2}Be brief.{T}{H}user{H2}A?{T}{H}assistant{H2}B.{T}"
+        f"{H}user{H2}C?{T}{H}assistant{H2}⟦D.{T}⟧",
+    ),
+    "llama3 tool": (
+        LLAMA3,
+        TOOL,
+        f"{B}{H}user{H2}1+1?{T}{H}assistant{H2}"
+        f'{{"name": "add", "parameters": {{"a": 1}}}}{T}'
+        f"{H}ipython{H2}2{T}{H}assistant{H2}⟦It is 2.{T}⟧",
+    ),
+    "llama3 cut": (
+        LLAMA3,
+        CUT_LATER,
+        f"{B}{H}system{H2}Be brief.{T}{H}user{H2}A?{T}{H}assistant{H2}B.{T}"
+        f"{H}user{H2}C?{T}{H}assistant{H2}⟦D.⟧",
+    ),
+    "tags multi": (
+        CHATML_TAGGED,
+        MULTI,
+        f"{S}system\nBe brief.{E}\n{S}user\nA?{E}\n{S}assistant\nB.{E}\n"
+        f"{S}user\nC?{E}\n{S}assistant\n⟦D.{E}⟧\n",
+    ),
+}
+"""With `data.answers: last`."""
+
+
+def tokens_of(row, tokenizer, answers="all"):
     conversation = parse_row(RawRow(values=row, number=1, where="rows.jsonl, line 1"))
-    [pair] = tokenize([render(conversation, tokenizer)], tokenizer)
+    [pair] = tokenize([render(conversation, tokenizer, answers)], tokenizer)
     return pair
 
 
@@ -217,8 +308,24 @@ def test_the_loss_mask_is_the_one_written_by_hand(name):
     assert (ids_T.dtype, mask_T.dtype) == (np.int32, np.uint8)
 
 
+@pytest.mark.parametrize("name", GOLDEN_LAST)
+def test_of_the_last_answer_alone_the_loss_mask_is_the_one_written_by_hand(name):
+    template, row, golden = GOLDEN_LAST[name]
+    tokenizer = tokenizer_with(template)
+    ids_T, mask_T = tokens_of(row, tokenizer, "last")
+    assert (ids_T.tolist(), mask_T.tolist()) == by_hand(golden, tokenizer)
+    messages = parse_row(RawRow(values=row, number=1, where="")).messages
+    if row.get("finish_reason") is None and messages[-1]["role"] == "assistant":
+        # What a server sees: the template's own render, whole.
+        assert ids_T.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
+
+
 REFUSED = {
-    "qwen3 multi": (QWEN3, MULTI, r"does not only append: rendering turns 1\.\.3"),
+    "qwen3 multi": (
+        QWEN3,
+        MULTI,
+        r"does not only append: rendering turns 1\.\.3 .* Set data\.answers to `last`",
+    ),
     "qwen3 tool without thinking": (QWEN3, TOOL, r"does not only append: rendering turns 1\.\.2"),
     "chatml thinking": (CHATML, THINKING, "leaves out the `reasoning_content` of turn 2"),
     "llama3 thinking": (LLAMA3, THINKING, "leaves out the `reasoning_content` of turn 2"),
@@ -242,3 +349,21 @@ def test_what_would_be_a_guess_is_refused_with_row_and_turn(name):
     template, row, complaint = REFUSED[name]
     with pytest.raises(DataError, match=f"rows.jsonl, line 1: .*{complaint}"):
         tokens_of(row, tokenizer_with(template))
+
+
+REFUSED_LAST = {
+    "chatml thinking": (CHATML, LATER_THINKING, "leaves out the `reasoning_content` of turn 4"),
+    "starts with an answer": (QWEN3, {"messages": SINGLE["messages"][1:]}, "starts with an assis"),
+    "a prompt that the answer changes": (
+        CHATML.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt %}!"),
+        MULTI,
+        "rewrites the prompt of turn 5 once the answer is there",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_LAST)
+def test_a_last_answer_that_would_be_a_guess_is_refused_with_row_and_turn(name):
+    template, row, complaint = REFUSED_LAST[name]
+    with pytest.raises(DataError, match=f"rows.jsonl, line 1: .*{complaint}"):
+        tokens_of(row, tokenizer_with(template), "last")

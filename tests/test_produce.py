@@ -232,7 +232,7 @@ def change_dataset(path):
 @pytest.mark.parametrize(
     ("change", "fields"),
     [
-        ({"store__seed": "1"}, {"content.seed", "content.corpus_sha256"}),
+        ({"store__seed": "1"}, {"content.seed"}),
         ({"target__target_layer_ids": "0,2,3"}, {"states.target_layer_ids"}),
         ({"target__dtype": "float32"}, {"states.dtype", "states.frozen_sha256"}),
         ({"store__codec": "none"}, {"encoding.codec"}),
