@@ -178,11 +178,10 @@ def _finished(pending: dict[Future[int], int]) -> Iterator[int]:
     """Wait for at least one range and take out all that are finished.
 
     Raises what the first bad range in the order of the corpus raised, as one process would: all
-    that come before it have been given out, so waiting for those decides it.
+    that come before it have been given out, and `exception` waits for theirs.
     """
     done, _ = concurrent.futures.wait(pending, return_when=concurrent.futures.FIRST_COMPLETED)
     if any(future.exception() for future in done):
-        concurrent.futures.wait(pending)
         raise next(error for future in pending if (error := future.exception()))
     for future in done:
         del pending[future]

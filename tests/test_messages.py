@@ -142,6 +142,8 @@ CASES = [
     (hscache, f"{PRODUCE} --target.device gpu", 2, ["found `gpu`", "auto, cpu, cuda"]),
     (hscache, f"{PRODUCE} --data.max-tokens -5", 2, ["data.max_tokens is -5", "at least 2"]),
     (hscache, f"{PRODUCE} --data.max-documents 0", 2, ["max_documents is 0", "at least 1"]),
+    (hscache, f"{PRODUCE} --data.workers -1", 2, ["data.workers is -1", "at least 0"]),
+    (hscache, f"{PRODUCE} --data.answers first", 2, ["found `first`", "all, last"]),
     (hscache, f"{PRODUCE} --store.seed -1", 2, ["store.seed is -1", "at least 0"]),
     (hscache, f"{PRODUCE} --token-budget 12", 2, ["token_budget is 12", "Raise the first"]),
     (hscache, f"{PRODUCE} --target.target-layer-ids -1", 2, ["[-1]", "from 0 to 3", "5 blocks"]),

@@ -152,12 +152,12 @@ def test_the_first_bad_row_is_named_whichever_process_met_one_first(tmp_path, mo
     monkeypatch.setattr(token_files, "RANGE_ROWS", 8)
     rows = rows_of([n * 17 for n in range(60)])
     rows[9]["messages"][0]["content"] = "many words " * 20_000  # its range takes long
-    rows[14] = {"txt": "late, but first"}
-    rows[30] = {"txt": "early, but second"}
+    rows[14] = {"input_ids": [999, 999], "loss_mask": [1, 1]}  # so it is seen late, but is first
+    rows[30] = {"txt": "seen early"}
     data = DataConfig(train=(str(write_jsonl(tmp_path / "a.jsonl", rows)),), workers=2)
     folder = tmp_path / "work"
     folder.mkdir()
-    with pytest.raises(DataError, match=r"a\.jsonl, line 15 has no messages: found keys"):
+    with pytest.raises(DataError, match=r"a\.jsonl, line 15: `input_ids` holds 999"):
         load_corpus(data, TOKENIZER, 0, folder)
     assert not multiprocessing.active_children()
     assert (folder / f"{0:012d}.npz").exists()
