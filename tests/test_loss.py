@@ -1,10 +1,10 @@
-"""The frozen-head loss against plain cross-entropy, values and gradients."""
+"""The frozen-head loss against plain cross-entropy and divergence, values and gradients."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from trainer.loss import frozen_head_cross_entropy, fused_softmax
+from trainer.loss import frozen_head_cross_entropy, fused_divergence, fused_softmax
 
 NUM_SLOTS, VOCAB, HIDDEN = 77, 101, 12
 
@@ -137,6 +137,58 @@ def test_fused_softmax_gives_losses_argmax_and_gradients():
     (gradient,) = torch.autograd.grad(expected.sum(), logits)
     overwritten = logits.detach().clone()
     losses, predicted = fused_softmax(overwritten, labels)
+    torch.testing.assert_close(losses, expected.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(overwritten, gradient, rtol=1e-5, atol=1e-6)
+    assert torch.equal(predicted, logits.argmax(-1))
+
+
+def teacher_of(hidden, seed=9):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(hidden.shape, generator=generator).to(hidden.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("chunk_size", [1, 33, 1000])
+def test_soft_labels_give_the_divergence_from_the_teacher(dtype, chunk_size):
+    hidden, head, labels, weights = inputs(dtype)
+    teacher = teacher_of(hidden)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
+    loss_sum, weight_sum, predicted = frozen_head_cross_entropy(
+        hidden, head, labels, weights, chunk_size=chunk_size, teacher_MH=teacher
+    )
+    (3.0 * loss_sum).backward()
+    copy = hidden.detach().double().requires_grad_()
+    expected = F.kl_div(
+        (copy @ head.double().T).log_softmax(-1),
+        (teacher.double() @ head.double().T).softmax(-1),
+        reduction="none",
+    ).sum(-1)
+    expected = (expected * weights.double()).sum()
+    (3.0 * expected).backward()
+    torch.testing.assert_close(loss_sum.double(), expected, rtol=tolerance, atol=0)
+    torch.testing.assert_close(hidden.grad.double(), copy.grad, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(weight_sum, weights.sum())
+    assert torch.equal(predicted, (hidden @ head.T).argmax(-1))
+
+
+def test_a_drafter_that_equals_the_teacher_has_no_loss_and_no_gradient():
+    hidden, head, labels, weights = inputs(torch.float64)
+    loss_sum, *_ = frozen_head_cross_entropy(
+        hidden, head, labels, weights, chunk_size=10, teacher_MH=hidden.detach()
+    )
+    loss_sum.backward()
+    assert abs(loss_sum.item()) < 1e-12
+    assert hidden.grad.abs().max() < 1e-14
+
+
+def test_fused_divergence_gives_losses_argmax_and_gradients():
+    generator = torch.Generator().manual_seed(0)
+    logits = (5 * torch.randn(9, VOCAB, generator=generator)).requires_grad_()
+    teacher = 5 * torch.randn(9, VOCAB, generator=generator)
+    expected = F.kl_div(logits.log_softmax(-1), teacher.softmax(-1), reduction="none").sum(-1)
+    (gradient,) = torch.autograd.grad(expected.sum(), logits)
+    overwritten = logits.detach().clone()
+    losses, predicted = fused_divergence(overwritten, teacher)
     torch.testing.assert_close(losses, expected.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(overwritten, gradient, rtol=1e-5, atol=1e-6)
     assert torch.equal(predicted, logits.argmax(-1))

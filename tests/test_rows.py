@@ -42,6 +42,7 @@ def test_weights_decay_from_one():
     expected = [math.exp(-(k - 1) / 4.0) for k in range(1, 8)]
     assert decayed_weights(8, 4.0).dtype == np.float32
     np.testing.assert_allclose(decayed_weights(8, 4.0), expected, rtol=1e-6)
+    np.testing.assert_array_equal(decayed_weights(8, None), np.ones(7, np.float32))
 
 
 def reference_row(documents, anchors, *, anchors_per_row, block_size, gamma):

@@ -1,15 +1,16 @@
-"""Cross-entropy through the frozen head, chunk by chunk, without keeping the logits.
+"""Loss through the frozen head, chunk by chunk, without keeping the logits.
 
-Takes hidden states, the target's head and labels; hands back a loss SUM and a weight SUM, never a
-mean: the caller adds both over micro-batches and ranks and divides once. The gradient of the hidden
-states is formed in the forward pass, while a chunk's logits are still there, so nothing is
-computed twice and memory holds one chunk of logits.
+Takes hidden states, the target's head, and labels or what the target says there; hands back a loss
+SUM and a weight SUM, never a mean: the caller adds both over micro-batches and ranks and divides
+once. The gradient of the hidden states is formed in the forward pass, while a chunk's logits are
+still there, so nothing is computed twice and memory holds one chunk of logits (two with a teacher).
 
 Axes: M scored slots, V vocabulary, H hidden, C slots of one chunk, R rows of one softmax strip.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,8 +28,15 @@ def frozen_head_cross_entropy(
     *,
     chunk_size: int,
     compiled: bool = False,
+    teacher_MH: torch.Tensor | None = None,
+    reweight: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (sum of weight * cross-entropy, sum of weights, predicted ids [M]).
+    """Return (sum of weight * loss, sum of `weights_M`, predicted ids [M]).
+
+    The loss is the cross-entropy of the labels; with `teacher_MH`, normed hidden states of the
+    target, it is KL(teacher || drafter), both over the whole vocabulary. `reweight` takes the
+    losses [M] and returns factors [M] on the weights, which get no gradient; the returned sum of
+    weights, by which one divides, does not have them.
 
     Logits are computed in the common dtype of `hidden_MH` and `head_VH` (bf16 in training), the
     log-sum-exp in fp32. Both sums are fp32 scalars and 0 for an empty input; the first is
@@ -38,7 +46,7 @@ def frozen_head_cross_entropy(
     `compiled` fuses the softmax, for a GPU: it is compiled once for each `chunk_size`, whatever M.
     """
     loss_sum, predicted_M = _FrozenHeadCrossEntropy.apply(
-        hidden_MH, head_VH, labels_M, weights_M.float(), chunk_size, compiled
+        hidden_MH, head_VH, labels_M, weights_M.float(), chunk_size, compiled, teacher_MH, reweight
     )
     return loss_sum, weights_M.float().sum(), predicted_M
 
@@ -53,6 +61,8 @@ class _FrozenHeadCrossEntropy(torch.autograd.Function):
         weights_M: torch.Tensor,
         chunk_size: int,
         compiled: bool,
+        teacher_MH: torch.Tensor | None,
+        reweight: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert hidden_MH.dtype == head_VH.dtype, "cast the frozen head once, outside the loop"
         num_slots, vocab_size = len(hidden_MH), len(head_VH)
@@ -62,6 +72,7 @@ class _FrozenHeadCrossEntropy(torch.autograd.Function):
         needs_grad = ctx.needs_input_grad[0]
 
         logits_CV = hidden_MH.new_empty(chunk_size, vocab_size)
+        teacher_CV = torch.empty_like(logits_CV) if teacher_MH is not None else None
         losses_M = hidden_MH.new_empty(num_slots, dtype=wide)
         predicted_M = torch.empty_like(labels_M)
         grad_MH = torch.empty_like(hidden_MH) if needs_grad else None
@@ -71,22 +82,30 @@ class _FrozenHeadCrossEntropy(torch.autograd.Function):
             size = chunk.stop - start
             logits = logits_CV[:size]
             torch.mm(hidden_MH[chunk], head_VH.T, out=logits)
-            if compiled:
+            if teacher_MH is not None:
+                assert teacher_CV is not None
+                teacher = teacher_CV[:size]
+                torch.mm(teacher_MH[chunk], head_VH.T, out=teacher)
+                if compiled:
+                    losses, predicted = _fused_divergence(logits_CV, teacher_CV)
+                else:
+                    losses, predicted = _divergence_in_strips(logits, teacher, wide)
+            elif compiled:
                 labels_C = labels_M.new_zeros(chunk_size)
-                labels_C[: len(logits)] = labels_M[chunk]
+                labels_C[:size] = labels_M[chunk]
                 losses, predicted = _fused_softmax(logits_CV, labels_C)
-                losses_M[chunk], predicted_M[chunk] = (
-                    losses[: len(logits)],
-                    predicted[: len(logits)],
-                )
             else:
-                losses_M[chunk], predicted_M[chunk] = _softmax_in_strips(
-                    logits, labels_M[chunk], wide, needs_grad
-                )
+                losses, predicted = _softmax_in_strips(logits, labels_M[chunk], wide, needs_grad)
+            losses_M[chunk], predicted_M[chunk] = losses[:size], predicted[:size]
             if grad_MH is not None:
-                # Weighting after the product is a pass over H, before it one over V.
-                grad_MH[chunk] = (logits @ head_VH) * weights_M[chunk, None]
+                torch.mm(logits, head_VH, out=grad_MH[chunk])
 
+        if reweight is not None:
+            weights_M = weights_M * reweight(losses_M)
+        if grad_MH is not None:
+            # Weighting after the product is a pass over H, before it one over V; and only after the
+            # last chunk is every loss of a block known.
+            grad_MH *= weights_M[:, None]
         ctx.save_for_backward(grad_MH)
         ctx.mark_non_differentiable(predicted_M)
         return (losses_M * weights_M).sum(dtype=wide), predicted_M
@@ -94,7 +113,7 @@ class _FrozenHeadCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: torch.Tensor, _: Any) -> Any:
         (grad_MH,) = ctx.saved_tensors
-        return (grad_MH * grad_loss.to(grad_MH.dtype), None, None, None, None, None)
+        return (grad_MH * grad_loss.to(grad_MH.dtype), *[None] * 7)
 
 
 def fused_softmax(
@@ -114,7 +133,41 @@ def fused_softmax(
     return losses_C, predicted_C
 
 
+def fused_divergence(
+    logits_CV: torch.Tensor, teacher_CV: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return KL(teacher || drafter) and argmax, and overwrite the logits by its gradient to them.
+
+    Written for a compiler, as `fused_softmax`.
+    """
+    wide_CV, teacher_CV = logits_CV.float(), teacher_CV.float()
+    predicted_C = wide_CV.argmax(-1)
+    log_q_CV, log_p_CV = wide_CV.log_softmax(-1), teacher_CV.log_softmax(-1)
+    p_CV = log_p_CV.exp()
+    losses_C = (p_CV * (log_p_CV - log_q_CV)).sum(-1)
+    logits_CV.copy_(log_q_CV.exp() - p_CV)
+    return losses_C, predicted_C
+
+
 _fused_softmax = torch.compile(fused_softmax, fullgraph=True, dynamic=False)
+_fused_divergence = torch.compile(fused_divergence, fullgraph=True, dynamic=False)
+
+
+def _divergence_in_strips(
+    logits_CV: torch.Tensor, teacher_CV: torch.Tensor, wide: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # As `fused_divergence`, a strip at a time: it needs several fp32 copies of what it works on.
+    losses, predicted = [logits_CV.new_empty(0, dtype=wide)], []
+    for logits_RV, teacher_RV in zip(
+        logits_CV.split(_CPU_STRIP_ROWS), teacher_CV.split(_CPU_STRIP_ROWS), strict=True
+    ):
+        predicted.append(logits_RV.argmax(-1))
+        log_q_RV = logits_RV.log_softmax(-1, dtype=wide)
+        log_p_RV = teacher_RV.log_softmax(-1, dtype=wide)
+        p_RV = log_p_RV.exp()
+        losses.append((p_RV * (log_p_RV - log_q_RV)).sum(-1))
+        logits_RV.copy_(log_q_RV.exp_().sub_(p_RV))
+    return torch.cat(losses), torch.cat(predicted)
 
 
 def _softmax_in_strips(

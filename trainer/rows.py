@@ -65,8 +65,10 @@ class Row:
         return np.flatnonzero(self.weights_NK).astype(np.int64)
 
 
-def decayed_weights(block_size: int, gamma: float) -> FloatArray:
-    """Return exp(-(k - 1) / gamma) for k = 1 .. block_size - 1: early slots matter most."""
+def decayed_weights(block_size: int, gamma: float | None) -> FloatArray:
+    """Return exp(-(k - 1) / gamma) for k = 1 .. block_size - 1; without gamma ones."""
+    if gamma is None:
+        return np.ones(block_size - 1, np.float32)
     return np.exp(-np.arange(block_size - 1) / gamma).astype(np.float32)
 
 
