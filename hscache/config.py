@@ -48,6 +48,8 @@ class TargetConfig:
     """Number of captured layers, spaced by DFlash's formula, when target_layer_ids is not given."""
     target_layer_ids: tuple[int, ...] | None = None
     """0-based decoder blocks whose output is captured (Hugging Face hidden_states[i + 1])."""
+    last_hidden: bool = False
+    """Also store the last block's output, from which soft labels are made; then all blocks run."""
     dtype: Dtype = "bfloat16"
     """Dtype the target runs in; states are stored as bfloat16."""
     device: Device = "auto"

@@ -78,7 +78,10 @@ def _check_sizes(cache: Cache, manifest: ShardManifest) -> None:
         return
     states = cache.identity.states
     layouts = layout.SHARD_SIDE_ARRAYS | layout.state_layouts(
-        manifest.codec, len(states.target_layer_ids), states.hidden_size
+        manifest.codec,
+        len(states.target_layer_ids),
+        states.hidden_size,
+        last_hidden=states.last_hidden,
     )
     for name, array_layout in layouts.items():
         path = layout.shard_dir(cache.path, manifest.shard) / name / array_layout.file_name

@@ -109,10 +109,13 @@ def _decode(tokenizer: bytes, ids_T: npt.NDArray[np.int32], stops: Sequence[int]
 
 def _norms(cache: Cache, document: Document) -> str:
     rows = []
-    for layer_id in cache.identity.states.target_layer_ids:
+    states = cache.identity.states
+    last = (states.num_target_layers - 1,) if states.last_hidden else ()
+    for layer_id in (*states.target_layer_ids, *last):
         # a layer at a time: a long document of a 27B target has a gigabyte of states
-        states_TH = document.hidden_states(layer=layer_id).astype(np.float32)
-        norms_T = np.linalg.norm(states_TH, axis=1)
+        captured = layer_id in states.target_layer_ids
+        states_TH = document.hidden_states(layer_id) if captured else document.last_hidden()
+        norms_T = np.linalg.norm(states_TH.astype(np.float32), axis=1)
         figures = (norms_T.min(), norms_T.mean(), norms_T.max())
         rows.append([layer_id, *(format_number(float(f)) for f in figures), sparkline(norms_T)])
     headers = ["layer", "min norm", "mean", "max", "along the document (log scale)"]

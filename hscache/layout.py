@@ -13,6 +13,8 @@ from hscache.zarr_array import ArrayLayout
 CHUNK_TOKENS = 256
 """Tokens in an inner chunk: 2.6 MB of bf16 at hidden 5120, and layers never share one."""
 FLAT_CHUNK = 65_536
+LAST_HIDDEN = "last_hidden_"
+"""Prefix of the arrays that hold the output of the last block, before the final norm."""
 
 _SHARD_NAME = re.compile(r"\d{6,12}")
 
@@ -70,8 +72,14 @@ def list_shards(cache_dir: Path) -> list[int]:
     return sorted(int(p.name) for p in folder.iterdir() if _SHARD_NAME.fullmatch(p.name))
 
 
-def state_layouts(codec: Codec, num_layers: int, hidden_size: int) -> dict[str, ArrayLayout]:
-    """Return the arrays that hold a shard's hidden states, by name."""
+def state_layouts(
+    codec: Codec, num_layers: int, hidden_size: int, *, last_hidden: bool
+) -> dict[str, ArrayLayout]:
+    """Return the arrays that hold a shard's hidden states, by name.
+
+    With `last_hidden` those of the last block's output are among them: their names start with
+    `LAST_HIDDEN`, and they have no axis of layers.
+    """
     layouts = {}
     for name, stored in ARRAYS[codec].items():
         hidden = (hidden_size,) if stored.per_hidden else ()
@@ -83,6 +91,15 @@ def state_layouts(codec: Codec, num_layers: int, hidden_size: int) -> dict[str, 
             compressed=stored.compressed,
             axes=("token", "layer", "hidden")[: 2 + len(hidden)],
         )
+        if last_hidden:
+            layouts[LAST_HIDDEN + name] = ArrayLayout(
+                dtype=stored.dtype,
+                row_shape=hidden,
+                chunk_rows=CHUNK_TOKENS,
+                chunk_row_shape=hidden,
+                compressed=stored.compressed,
+                axes=("token", "hidden")[: 1 + len(hidden)],
+            )
     return layouts
 
 

@@ -40,6 +40,8 @@ class StatesIdentity:
     target_layer_ids: tuple[int, ...]
     layer_convention: str = LAYER_CONVENTION
     num_target_layers: int
+    last_hidden: bool = False
+    """the last block's output is stored too, before the final norm; left out of the file if not"""
     hidden_size: int
     vocab_size: int
     dtype: str
@@ -85,11 +87,10 @@ class Identity:
     @property
     def sha_input(self) -> bytes:
         """Canonical bytes of the identity, for seeds and comparisons."""
-        content = dataclasses.asdict(self)
-        if not self.states.origin:
-            del content["states"]["origin"]  # as in caches that were made before imports
-        return canonical_json(content)
+        return canonical_json(_plain(self))
 
+
+_LATER_FIELDS = ("last_hidden", "origin")
 
 # A folder may be moved or named differently; its hashes say whether it is the same target.
 _FREE_FIELDS = {"states.target"}
@@ -167,6 +168,7 @@ class ShardManifest:
     """bytes of the arrays that hold them"""
     quarantined: tuple[Quarantined, ...]
     statistics: tuple[LayerStatistics, ...]
+    """of the captured layers, and of the last block if its output is stored"""
     arrays: dict[str, ArrayRecord]
     provenance: dict[str, Any]
     """packs, device, versions, tokens/s: recorded, free to differ between shards"""
@@ -174,8 +176,16 @@ class ShardManifest:
 
 def encode_group(attributes: object) -> bytes:
     """Return the `zarr.json` bytes of a group with our attributes (a dataclass)."""
-    content = json.loads(canonical_json(dataclasses.asdict(attributes)))  # type: ignore[call-overload]
-    return _sealed(content)
+    return _sealed(json.loads(canonical_json(_plain(attributes))))
+
+
+def _plain(attributes: object) -> dict[str, Any]:
+    content: dict[str, Any] = dataclasses.asdict(attributes)  # type: ignore[call-overload]
+    if isinstance(attributes, Identity):
+        # A cache without them is, byte for byte, what was written before there were such fields.
+        states = content["states"]
+        content["states"] = {k: v for k, v in states.items() if v or k not in _LATER_FIELDS}
+    return content
 
 
 def _sealed(content: dict[str, Any]) -> bytes:

@@ -169,6 +169,7 @@ def states_identity(config: TargetConfig, target: Target, frozen: bytes) -> Stat
         template_sha256=fingerprint.template_sha256(target.tokenizer),
         frozen_sha256=hashlib.sha256(frozen).hexdigest(),
         target_layer_ids=target.layer_ids,
+        last_hidden=config.last_hidden,
         num_target_layers=target.num_target_layers,
         hidden_size=int(target.config.hidden_size),
         vocab_size=int(target.config.vocab_size),

@@ -291,16 +291,19 @@ def describe_plan(config: ProduceConfig) -> str:
     tokens, num_shards = corpus.content.num_tokens, corpus.content.num_shards
     if layout.root_file(config.shard_dir).is_file():
         _require_same_content(config, corpus.content)
-    token_bytes = len(layer_ids) * int(model.hidden_size) * 2
+    num_stored = len(layer_ids) + config.target.last_hidden
+    token_bytes = num_stored * int(model.hidden_size) * 2
     folder = config.shard_dir
+    and_last = ", and the last block's output" if config.target.last_hidden else ""
+    arrays = len(ARRAYS[config.store.codec]) * (1 + config.target.last_hidden)
     rows = [[key, f"{value:,}"] for key, value in corpus.report.items()]
     rows += [
         ["tokens", f"{tokens:,}"],
-        ["captured layers", f"{list(layer_ids)} of {model.num_hidden_layers}"],
+        ["captured layers", f"{list(layer_ids)} of {model.num_hidden_layers}{and_last}"],
         ["shards", f"{num_shards:,} of at most {config.store.shard_tokens:,} tokens"],
         ["bytes a token", f"{token_bytes:,} as bf16"],
         ["states", f"{tokens * token_bytes / 1e6:,.1f} MB before the codec"],
-        ["files", f"about {num_shards * (2 * len(ARRAYS[config.store.codec]) + 5):,} in shards/"],
+        ["files", f"about {num_shards * (2 * arrays + 5):,} in shards/"],
         ["disk", files.free_space(folder)],
     ]
     return format_table(["plan", str(folder)], rows)

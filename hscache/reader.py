@@ -23,7 +23,7 @@ from hscache import layout
 from hscache.errors import CacheIncompleteError, CacheMismatchError, ConfigError, ShardCorruptError
 from hscache.manifest import Identity, ShardManifest, cache_fingerprint, read_group
 from hscache.plan import Plan
-from hscache.planes import Bits, decode
+from hscache.planes import ARRAYS, Bits, decode
 from hscache.zarr_array import ZarrArrayReader
 
 if TYPE_CHECKING:
@@ -135,7 +135,10 @@ class Shard:
             raise CacheIncompleteError(f"{where} has been freed: its states are no longer on disk.")
         states = cache.identity.states
         self._layouts = layout.state_layouts(
-            manifest.codec, len(states.target_layer_ids), states.hidden_size
+            manifest.codec,
+            len(states.target_layer_ids),
+            states.hidden_size,
+            last_hidden=states.last_hidden,
         )
         side = {
             name: ZarrArrayReader(where / name, array_layout, manifest.arrays[name])
@@ -182,23 +185,53 @@ class Shard:
 
     def read_bits(self, start: int, stop: int, layer_index: int | None = None) -> Bits:
         """Return states of the shard's tokens [start, stop) as bf16 bits."""
-        arrays = {name: r.read(start, stop, layer_index) for name, r in self._readers.items()}
+        names = ARRAYS[self.manifest.codec]
+        arrays = {name: self._readers[name].read(start, stop, layer_index) for name in names}
         bits = decode(arrays, self.manifest.codec)
         return bits if layer_index is None else bits[:, 0]
 
+    def last_hidden_bits(self, document: int) -> Bits:
+        """Return the last block's output of a document as bf16 bits, uint16 [T, H].
+
+        Raises ConfigError when the cache has none, CacheIncompleteError when the document was
+        quarantined.
+        """
+        if not self.cache.identity.states.last_hidden:
+            raise ConfigError(
+                f"{self.cache.path} does not hold the target's last hidden states. Produce a cache "
+                "with --target.last-hidden true to have them."
+            )
+        start = self._start_or_raise(document)
+        stop = start + int(self.cache.plan.lengths[document])
+        arrays = {
+            name: self._readers[layout.LAST_HIDDEN + name].read(start, stop)
+            for name in ARRAYS[self.manifest.codec]
+        }
+        return decode(arrays, self.manifest.codec)
+
+    def captured_bits(self, document: int) -> Bits:
+        """Return all there is of a document, [T, L, H]; a stored last block is one more layer."""
+        bits_TLH = self.bits(document)
+        if not self.cache.identity.states.last_hidden:
+            return bits_TLH
+        return np.concatenate([bits_TLH, self.last_hidden_bits(document)[:, None]], axis=1)
+
     def array_shapes(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
-        """Return dtype and shape of one token's row in each stored array of the codec."""
+        """Return dtype and shape of one token's row in each stored array of the states.
+
+        Those of the last block's output, if the cache has it, start with `layout.LAST_HIDDEN`.
+        """
         return {name: (np.dtype(a.dtype), a.row_shape) for name, a in self._layouts.items()}
 
     def read_arrays(self, document: int, out: dict[str, np.ndarray]) -> None:
-        """Fill `out` with a document's stored arrays, one row a token, without merging planes.
+        """Fill the arrays of `out` with a document's, one row a token, without merging planes.
 
         For loaders that merge on a GPU (`hscache.planes.decode` says how). Raises
         CacheIncompleteError when the document was quarantined, ShardCorruptError for a bad byte.
         """
         start = self._start_or_raise(document)
-        for name, reader in self._readers.items():
-            reader.read_into(out[name], start)
+        for name, rows in out.items():
+            self._readers[name].read_into(rows, start)
 
     def check_files(self) -> None:
         """Check sizes, metadata and indices of the states' files, without reading payload.
@@ -278,6 +311,14 @@ class Document:
             raise ConfigError(f"layer {layer} is not in this cache; it has {list(layer_ids)}.")
         index = None if layer is None else layer_ids.index(layer)
         bits = self._cache.shard(self.shard_number).bits(self.row, index)
+        return bits.view(ml_dtypes.bfloat16)
+
+    def last_hidden(self) -> npt.NDArray[Any]:
+        """Return the last block's output before the final norm, ml_dtypes.bfloat16 [T, H].
+
+        Raises ConfigError when the cache was made without `target.last_hidden`.
+        """
+        bits = self._cache.shard(self.shard_number).last_hidden_bits(self.row)
         return bits.view(ml_dtypes.bfloat16)
 
     def torch(self) -> TorchDocument:

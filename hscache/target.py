@@ -127,7 +127,8 @@ class Target:
         self.tokenizer = load_tokenizer(config, self.revision)
         self.full_config = json.loads(self.config.to_json_string(use_diff=False))
 
-        last = self.layer_ids[-1]
+        last = self.num_target_layers - 1 if config.last_hidden else self.layer_ids[-1]
+        self.captured_ids = (*self.layer_ids, last) if config.last_hidden else self.layer_ids
         self.config.num_hidden_layers = last + 1
         if getattr(self.config, "layer_types", None):
             self.config.layer_types = self.config.layer_types[: last + 1]
@@ -158,11 +159,11 @@ class Target:
         check_packing(self)
 
     def capture(self, ids_T: torch.Tensor, offsets: Sequence[int]) -> torch.Tensor:
-        """Return the states of a pack, bfloat16 [T, L, H] on the device.
+        """Return the states of a pack, bfloat16 [T, L, H] on the device; L counts `captured_ids`.
 
         `ids_T` int64 token ids, `offsets` the documents' boundaries in it, from 0 to T. States are
-        the raw outputs of the blocks in `layer_ids`, before any norm, as if every document ran
-        alone.
+        the raw outputs of the blocks in `captured_ids` (`layer_ids`, and with `last_hidden` the
+        last block), before any norm, as if every document ran alone.
         """
         return self._capture(ids_T, offsets, torch.bfloat16)
 
@@ -176,7 +177,7 @@ class Target:
         starts_T = torch.repeat_interleave(torch.tensor(offsets[:-1], device=self.device), lengths)
         positions_1T = (torch.arange(len(ids_T), device=self.device) - starts_T)[None]
         states_TLH = torch.empty(
-            (len(ids_T), len(self.layer_ids), self.config.hidden_size),
+            (len(ids_T), len(self.captured_ids), self.config.hidden_size),
             dtype=dtype,
             device=self.device,
         )
@@ -190,7 +191,7 @@ class Target:
 
         handles = [
             self._layers[layer_id].register_forward_hook(keep(index))
-            for index, layer_id in enumerate(self.layer_ids)
+            for index, layer_id in enumerate(self.captured_ids)
         ]
         try:
             with delta_net.apart(self._base, pack.offsets if self._packed else None):

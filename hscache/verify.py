@@ -130,7 +130,7 @@ def _check_shard(cache: Cache, shard: int, deep: bool) -> list[Damage]:
     problems: dict[int, str] = {}
     for row in opened.doc_rows.tolist():
         try:
-            if wrong := content.problem(opened.bits(row)):
+            if wrong := content.problem(opened.captured_bits(row)):
                 problems[row] = wrong
         except HscacheError as error:
             problems[row] = str(error)

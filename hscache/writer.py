@@ -39,16 +39,21 @@ class ShardWriter:
         self._identity = identity
         self._codec = identity.encoding.codec
         self._executor = executor
-        self._layer_ids = identity.states.target_layer_ids
+        states = identity.states
+        self._num_layers = len(states.target_layer_ids)
+        last = (states.num_target_layers - 1,) if states.last_hidden else ()
+        self._captured_ids = (*states.target_layer_ids, *last)
         self._offsets = [0]
         self._rows: list[int] = []
         self._quarantined: list[Quarantined] = []
-        self._statistics = _Statistics(len(self._layer_ids), identity.states.hidden_size)
+        self._statistics = _Statistics(len(self._captured_ids), states.hidden_size)
 
     def __enter__(self) -> "ShardWriter":
         parent = layout.shards_dir(self._cache_dir)
-        hidden = self._identity.states.hidden_size
-        layouts = layout.state_layouts(self._codec, len(self._layer_ids), hidden)
+        states = self._identity.states
+        layouts = layout.state_layouts(
+            self._codec, self._num_layers, states.hidden_size, last_hidden=states.last_hidden
+        )
         with contextlib.ExitStack() as stack:
             self._folder = stack.enter_context(files.temporary_folder(parent))
             self._arrays = {
@@ -69,10 +74,17 @@ class ShardWriter:
         self._stack.close()
 
     def add(self, document: int, bits_TLH: Bits) -> None:
-        """Append a document's states, uint16 bf16 bits [tokens, layers, hidden]."""
+        """Append a document's states, uint16 bf16 bits [tokens, layers, hidden].
+
+        Where the identity says `last_hidden`, the last block's output is one more layer, the last.
+        """
+        assert bits_TLH.shape[1] == len(self._captured_ids)
         self._statistics.add(bits_TLH)
-        for name, rows in encode(bits_TLH, self._codec).items():
+        for name, rows in encode(bits_TLH[:, : self._num_layers], self._codec).items():
             self._arrays[name].append(rows)
+        for bits_TH in bits_TLH[:, self._num_layers :].swapaxes(0, 1):
+            for name, rows in encode(bits_TH, self._codec).items():
+                self._arrays[layout.LAST_HIDDEN + name].append(rows)
         self._rows.append(document)
         self._offsets.append(self._offsets[-1] + len(bits_TLH))
 
@@ -100,10 +112,10 @@ class ShardWriter:
             codec=self._codec,
             num_documents=len(self._rows),
             num_tokens=num_tokens,
-            raw_bytes=num_tokens * len(self._layer_ids) * self._identity.states.hidden_size * 2,
+            raw_bytes=num_tokens * len(self._captured_ids) * self._identity.states.hidden_size * 2,
             stored_bytes=stored_bytes,
             quarantined=tuple(self._quarantined),
-            statistics=self._statistics.summary(self._layer_ids) if self._rows else (),
+            statistics=self._statistics.summary(self._captured_ids) if self._rows else (),
             arrays=records,
             provenance=provenance,
         )

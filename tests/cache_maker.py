@@ -93,16 +93,23 @@ def make_cache(
     shard_tokens: int = 100,
     quarantine: tuple[int, ...] = (),
     only_shards: int | None = None,
+    last_hidden: bool = False,
 ) -> tuple[list[TokenizedDocument], list[np.ndarray]]:
-    """Write a cache; return its documents and their states (bf16 bits) in plan order."""
+    """Write a cache; return its documents and their states (bf16 bits) in plan order.
+
+    With `last_hidden` the states have one more layer, the last block's output.
+    """
     documents = make_documents(num_documents)
     shards = deal_into_shards(documents, shard_tokens, seed=0)
-    identity = make_identity(documents, shards, codec=codec, shard_tokens=shard_tokens)
+    identity = make_identity(
+        documents, shards, codec=codec, shard_tokens=shard_tokens, last_hidden=last_hidden
+    )
+    layers = len(LAYER_IDS) + last_hidden
     folder.mkdir(parents=True, exist_ok=True)
     write_plan(folder, documents, shards, {"rows in": num_documents})
     files.create_once(layout.root_file(folder), encode_group(identity))
     ordered = [documents[i] for shard in shards for i in shard]
-    states = [make_states(len(d.ids_T), seed=row) for row, d in enumerate(ordered)]
+    states = [make_states(len(d.ids_T), seed=row, layers=layers) for row, d in enumerate(ordered)]
     row = 0
     for number, shard in enumerate(shards):
         if only_shards is not None and number >= only_shards:

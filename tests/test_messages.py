@@ -242,6 +242,8 @@ CASES = [
     (trainer, f"{FIT} --drafter.mask-token-id 999", 2, ["found 999", "0 to 258"]),
     (trainer, f"{FIT} --drafter.target-layer-ids 0,2", 1, ["(0, 2)", "(0, 1, 3)"]),
     (trainer, f"{FIT} --drafter.head-dim 33", 2, ["head_dim: found 33", "even"]),
+    (trainer, f"{FIT} --loss.weighting dpace", 2, ["gamma 4.0", "dpace", "Leave one"]),
+    (trainer, f"{FIT} --loss.labels soft", 2, ["last hidden states", "cache", "last-hidden true"]),
     (trainer, f"{FIT} --optim.lr -1", 2, ["lr: found -1", "more than 0"]),
     (trainer, f"{FIT} --passes -1", 2, ["passes: found -1", "at least 1"]),
     (trainer, f"{EVAL} --checkpoint folder", 2, ["folder is neither a checkpoint", "run folder"]),

@@ -96,6 +96,34 @@ def test_an_unknown_layer_is_refused_with_those_there_are(made):
         hscache.open(made[0]).documents[0].hidden_states(layer=2)
 
 
+@pytest.mark.parametrize("codec", ["lossless", "none"])
+def test_last_hidden_states_come_back_beside_the_layers(tmp_path, codec):
+    _, states = make_cache(tmp_path, codec=codec, quarantine=(2,), last_hidden=True)
+    cache = hscache.open(tmp_path)
+    assert cache.identity.states.last_hidden
+    for document in cache.documents:
+        if document.row == 2:
+            with pytest.raises(CacheIncompleteError, match="a test said so"):
+                document.last_hidden()
+            continue
+        expected = states[document.row]
+        last_TH = document.last_hidden()
+        assert last_TH.dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(last_TH.view(np.uint16), expected[:, -1])
+        np.testing.assert_array_equal(
+            document.hidden_states().view(np.uint16), expected[:, : len(LAYER_IDS)]
+        )
+        shard = cache.shard(document.shard_number)
+        np.testing.assert_array_equal(shard.captured_bits(document.row), expected)
+        assert [s.layer_id for s in shard.manifest.statistics] == [*LAYER_IDS, 5]
+        assert shard.manifest.raw_bytes == shard.manifest.num_tokens * expected[0].size * 2
+
+
+def test_a_cache_without_last_hidden_states_says_how_to_get_them(made):
+    with pytest.raises(ConfigError, match=r"--target\.last-hidden true"):
+        hscache.open(made[0]).documents[0].last_hidden()
+
+
 def test_a_missing_cache_is_named(tmp_path):
     with pytest.raises(ConfigError, match=f"{tmp_path} is no hidden-state cache"):
         hscache.open(tmp_path)
@@ -223,7 +251,23 @@ def test_golden_caches_open_bit_exact(codec):
 
 
 def test_golden_caches_are_small():
-    assert sum(p.stat().st_size for p in GOLDEN.rglob("*") if p.is_file()) < 200_000
+    assert sum(p.stat().st_size for p in GOLDEN.rglob("*") if p.is_file()) < 220_000
+
+
+def test_golden_last_hidden_states_open_bit_exact_also_in_zarr_python():
+    expected = json.loads((GOLDEN / "expected-last_hidden.json").read_text())
+    (document,) = expected["documents"]
+    bits_TLH = np.array(document["bits"], np.uint16)
+    cache = hscache.open(GOLDEN / "last_hidden")
+    (found,) = cache.documents
+    np.testing.assert_array_equal(found.hidden_states().view(np.uint16), bits_TLH[:, :-1])
+    np.testing.assert_array_equal(found.last_hidden().view(np.uint16), bits_TLH[:, -1])
+    shard = zarr.open_group(GOLDEN / "last_hidden", mode="r")["shards/000000"]
+    exponent_TH = shard["last_hidden_exponent"][:].astype(np.uint16)
+    significand_TH = shard["last_hidden_significand"][:].astype(np.uint16)
+    bits_TH = exponent_TH << 7 | significand_TH & 0x7F | (significand_TH & 0x80) << 8
+    np.testing.assert_array_equal(bits_TH, bits_TLH[:, -1])
+    assert shard["last_hidden_exponent"].metadata.dimension_names == ("token", "hidden")
 
 
 @pytest.mark.parametrize("codec", sorted(planes.ARRAYS))

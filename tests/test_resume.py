@@ -176,6 +176,7 @@ def test_accumulation_and_logging_do_not_need_to_divide_the_run(straight):
         ({"optim": {"name": "muon"}}, "settings.optim.name"),
         ({"loss": {"gamma": 7.0}}, "settings.gamma"),
         ({"loss": {"sample_slots": True}}, "settings.sample_slots"),
+        ({"loss": {"gamma": None, "weighting": "dpace"}}, "settings.weighting"),
         ({"row_tokens": 80}, "settings.row_tokens"),
         ({"global_batch_rows": 2}, "settings.global_batch_rows"),
         ({"dtype": "bfloat16"}, "settings.dtype"),

@@ -149,6 +149,12 @@ def test_gamma_follows_the_block_size(whole):
         plan_of(whole, drafter={"block_size": 5}, loss={"gamma": None})
 
 
+def test_dpace_weighs_no_slot_beforehand(whole):
+    run = plan_of(whole, drafter={"block_size": 5}, loss={"gamma": None, "weighting": "dpace"})
+    assert run.row.gamma is None
+    assert "D-PACE" in describe(run)
+
+
 def test_missing_rope_theta_is_asked_for(tmp_path):
     folder = make_cache(tmp_path / "c", CORPUS, config={"eos_token_id": EOS})
     with pytest.raises(ConfigError, match="rope_theta"):

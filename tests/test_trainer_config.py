@@ -6,7 +6,7 @@ import pytest
 
 from hscache.config import spaced_layer_ids
 from hscache.errors import ConfigError
-from trainer.config import DrafterConfig, num_parameters
+from trainer.config import DrafterConfig, LossConfig, num_parameters
 
 QWEN_27B = DrafterConfig(
     hidden_size=5120,
@@ -96,3 +96,17 @@ def test_ids_from_a_list_become_a_tuple():
 def test_nonsense_is_refused_by_name(change, message):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(QWEN_27B, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"labels": "soft"}, "labels soft"),
+        ({"sample_slots": True}, "sample_slots True"),
+        ({"gamma": 7.0}, "gamma 7.0"),
+    ],
+)
+def test_what_dpace_cannot_use_is_refused(change, message):
+    LossConfig(weighting="dpace")
+    with pytest.raises(ConfigError, match=message):
+        LossConfig(weighting="dpace", **change)

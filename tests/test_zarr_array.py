@@ -52,7 +52,7 @@ def open_tensorstore(folder):
 
 def every_layout():
     for codec in ("lossless", "none", "bitround4", "fp8"):
-        for name, layout in state_layouts(codec, 3, 8).items():
+        for name, layout in state_layouts(codec, 3, 8, last_hidden=True).items():
             yield pytest.param(layout, id=f"{codec}-{name}")
     for dtype in DTYPES:
         yield pytest.param(flat_layout(dtype, "token"), id=f"flat-{dtype}")

@@ -1,4 +1,5 @@
-"""Write the golden caches of tests/golden: one tiny cache of each codec, and what is in them.
+"""Write the golden caches of tests/golden: one tiny cache of each codec, and what is in them; and
+one of a single document that also has the last block's output.
 
 Run once per schema version, never to make a failing test pass: every later version must open these
 bytes. The expected values beside them are worked out here from integers alone, number by number,
@@ -101,9 +102,10 @@ def make_documents() -> list[TokenizedDocument]:
     ]
 
 
-def write_cache(folder: Path, codec: Codec) -> dict[str, object]:
+def write_cache(folder: Path, codec: Codec, *, last_hidden: bool = False) -> dict[str, object]:
     """Write one cache; return what a reader must find in it."""
-    documents = make_documents()
+    documents = make_documents()[:1] if last_hidden else make_documents()
+    num_stored = len(LAYER_IDS) + last_hidden
     shards = deal_into_shards(documents, SHARD_TOKENS, seed=0)
     ordered = [documents[i] for shard in shards for i in shard]
     identity = Identity(
@@ -117,6 +119,7 @@ def write_cache(folder: Path, codec: Codec) -> dict[str, object]:
             frozen_sha256="5" * 64,
             target_layer_ids=LAYER_IDS,
             num_target_layers=10,
+            last_hidden=last_hidden,
             hidden_size=HIDDEN,
             vocab_size=250,
             dtype="bfloat16",
@@ -129,7 +132,7 @@ def write_cache(folder: Path, codec: Codec) -> dict[str, object]:
             over_long="truncate",
             shard_tokens=SHARD_TOKENS,
             num_documents=len(ordered),
-            num_tokens=sum(LENGTHS),
+            num_tokens=sum(len(d.ids_T) for d in ordered),
             num_held_out_shards=sum(documents[shard[0]].held_out for shard in shards),
             num_shards=len(shards),
         ),
@@ -147,7 +150,7 @@ def write_cache(folder: Path, codec: Codec) -> dict[str, object]:
                 bits = [
                     [
                         [state_bits(row, t, layer, c) for c in range(HIDDEN)]
-                        for layer in range(len(LAYER_IDS))
+                        for layer in range(num_stored)
                     ]
                     for t in range(length)
                 ]
@@ -180,6 +183,8 @@ def main(target: Path) -> None:
             (target / "expected-lossless.json").write_text(text + "\n")
         else:
             (target / f"expected-{codec}.json").write_text(text + "\n")
+    expected = write_cache(target / "last_hidden", "lossless", last_hidden=True)
+    (target / "expected-last_hidden.json").write_text(json.dumps(expected) + "\n")
 
 
 if __name__ == "__main__":

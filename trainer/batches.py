@@ -29,7 +29,7 @@ from hscache.reader import Cache
 from trainer.anchors import sample_slots
 from trainer.rows import FloatArray, Row, RowDocument, build_row, decayed_weights
 from trainer.schedule import AnchorRule, Position, RowPlan, Schedule, positions, tick_rows
-from trainer.states import StatePlanes, merge_planes
+from trainer.states import StatePlanes, merge_last_hidden, merge_planes
 
 _DECODING, _READY = 3, 2
 """Rows whose states are being decoded, and rows that wait for training, at most."""
@@ -40,6 +40,8 @@ class Batch:
     """One row as tensors on the training device."""
 
     features_SF: torch.Tensor
+    last_hidden_SH: torch.Tensor | None = None
+    """outputs of the target's last block, before its final norm; for soft labels"""
     position_ids_S: torch.Tensor
     anchor_ids_N: torch.Tensor
     context_start_N: torch.Tensor
@@ -64,10 +66,12 @@ class RowSettings:
     row_tokens: int
     anchors_per_row: int
     block_size: int
-    gamma: float
-    """slot k weighs exp(-(k - 1) / gamma)"""
+    gamma: float | None
+    """slot k weighs exp(-(k - 1) / gamma), or 1"""
     sample_slots: bool = False
     """keep slots with that probability, at weight 1, instead of weighting all"""
+    soft_labels: bool = False
+    """read the last block's output too"""
 
 
 class Loader:
@@ -190,7 +194,12 @@ class Loader:
             slot_weights=self._slot_weights(plan),
         )
         shard_of = [self._cache.shard(int(self._cache.plan.shards[d])) for d in plan.documents]
-        planes = StatePlanes.empty(shard_of[0], row_size(row, self._device)[0], self._device)
+        planes = StatePlanes.empty(
+            shard_of[0],
+            row_size(row, self._device)[0],
+            self._device,
+            last_hidden=self._row.soft_labels,
+        )
         planes.clear_from(row.num_tokens)
         pieces = [
             pool.submit(shard.read_arrays, document, planes.rows(start, stop))
@@ -204,7 +213,10 @@ class Loader:
         for piece in decoding.pieces:
             piece.result()
         features_SF = merge_planes(decoding.planes, self._device).to(self._dtype)
-        return to_batch(decoding.row, features_SF, decoding.position, self._device)
+        last_hidden_SH = (
+            merge_last_hidden(decoding.planes, self._device) if self._row.soft_labels else None
+        )
+        return to_batch(decoding.row, features_SF, decoding.position, self._device, last_hidden_SH)
 
     def _slot_weights(self, plan: RowPlan) -> list[FloatArray]:
         weights_K = decayed_weights(self._row.block_size, self._row.gamma)
@@ -243,7 +255,11 @@ def row_size(row: Row, device: torch.device) -> tuple[int, int]:
 
 
 def to_batch(
-    row: Row, features_SF: torch.Tensor, position: Position, device: torch.device
+    row: Row,
+    features_SF: torch.Tensor,
+    position: Position,
+    device: torch.device,
+    last_hidden_SH: torch.Tensor | None = None,
 ) -> Batch:
     """Bring a row to the device of its states, whose rows `row_size` counts."""
     tokens, anchors = row_size(row, device)
@@ -259,6 +275,7 @@ def to_batch(
     weights_M = row.weights_NK.reshape(-1)[scored_M]
     return Batch(
         features_SF=features_SF,
+        last_hidden_SH=last_hidden_SH,
         position_ids_S=tensor(row.position_ids_S[:tokens]),
         anchor_ids_N=tensor(row.anchor_ids_N[:anchors]),
         context_start_N=tensor(row.context_start_N[:anchors]),

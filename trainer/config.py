@@ -154,8 +154,12 @@ class DrafterShape:
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """Position-decayed cross-entropy through the frozen head."""
+    """Weighted cross-entropy, or divergence from the target, through the frozen head."""
 
+    labels: Literal["hard", "soft"] = "hard"
+    """hard: the text's tokens; soft: KL to the target's distribution (needs target.last_hidden)."""
+    weighting: Literal["decay", "dpace"] = "decay"
+    """decay: by gamma; dpace: by the drafter's own confidence (D-PACE, arXiv 2605.18810)."""
     gamma: float | None = None
     """Slot k weighs exp(-(k - 1) / gamma); by block size if not given: 16: 7, 10: 5, 8: 4."""
     sample_slots: bool = False
@@ -168,6 +172,20 @@ class LossConfig:
             raise ConfigError(f"gamma: found {self.gamma}, expected a number above 0.")
         if self.chunk_size is not None and self.chunk_size < 1:
             raise ConfigError(f"chunk_size: found {self.chunk_size}, expected at least 1.")
+        if self.weighting == "dpace":
+            self._refuse_beside_dpace()
+
+    def _refuse_beside_dpace(self) -> None:
+        for name, needless, why in (
+            ("labels", self.labels == "soft", "D-PACE weighs by the probability of the text"),
+            ("sample_slots", self.sample_slots, "D-PACE needs the losses of all slots of a block"),
+            ("gamma", self.gamma is not None, "D-PACE replaces the decay"),
+        ):
+            if needless:
+                raise ConfigError(
+                    f"loss.{name} {getattr(self, name)} and loss.weighting dpace: {why}. Leave "
+                    "one of them out."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 
 from hscache.errors import CacheMismatchError, ConfigError, ShardCorruptError
@@ -29,6 +30,14 @@ class FrozenTarget:
     norm_H: torch.Tensor
     """the factor of the final RMSNorm, whatever form the target stores it in"""
     norm_eps: float
+
+    def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Apply the target's final norm to outputs of its last block [..., H], in the head's dtype.
+
+        Computed in fp32; the target itself may round once more in between.
+        """
+        normed = F.rms_norm(hidden.float(), self.norm_H.shape, self.norm_H, self.norm_eps)
+        return normed.to(self.head_VH.dtype)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> FrozenTarget:
         """Return a copy on a device, embedding and head in the compute dtype."""

@@ -17,7 +17,7 @@ from hscache.reader import Cache, open_cache
 from hscache.report import format_table
 from trainer.anchors import coverage
 from trainer.batches import RowSettings
-from trainer.config import DrafterConfig, FitConfig, num_parameters
+from trainer.config import DrafterConfig, FitConfig, LossConfig, num_parameters
 from trainer.frozen import drafter_config
 from trainer.rows import decayed_weights
 from trainer.schedule import AnchorRule, Schedule, anchor_rule, expected_tokens
@@ -54,11 +54,11 @@ def plan_run(config: FitConfig, *, recorded_shards: Collection[int] | None = Non
     """
     cache = open_cache(config.shards)
     drafter = drafter_config(config.drafter, cache)
-    gamma = config.loss.gamma or _GAMMA.get(drafter.block_size)
-    if gamma is None:
+    gamma = _gamma(config.loss, drafter.block_size)
+    if config.loss.labels == "soft" and not cache.identity.states.last_hidden:
         raise ConfigError(
-            f"loss.gamma has no default for block_size {drafter.block_size}; published values are "
-            "7 for 16, 5 for 10 and 4 for 8."
+            f"loss.labels soft needs the target's last hidden states, which {cache.path} does not "
+            "hold. Produce a cache with --target.last-hidden true, or train with hard labels."
         )
     documents = _training_documents(cache, config.allow_partial, recorded_shards)
     shards = tuple(documents)
@@ -91,6 +91,7 @@ def plan_run(config: FitConfig, *, recorded_shards: Collection[int] | None = Non
             block_size=drafter.block_size,
             gamma=gamma,
             sample_slots=config.loss.sample_slots,
+            soft_labels=config.loss.labels == "soft",
         ),
         total_tokens=round(expected_tokens(plan, rows, rule) * config.passes),
         coverage=coverage(
@@ -100,6 +101,18 @@ def plan_run(config: FitConfig, *, recorded_shards: Collection[int] | None = Non
             keep_K=weights_K if config.loss.sample_slots else np.ones_like(weights_K),
         ),
     )
+
+
+def _gamma(loss: LossConfig, block_size: int) -> float | None:
+    if loss.weighting == "dpace":
+        return None
+    gamma = loss.gamma or _GAMMA.get(block_size)
+    if gamma is None:
+        raise ConfigError(
+            f"loss.gamma has no default for block_size {block_size}; published values are 7 for "
+            "16, 5 for 10 and 4 for 8."
+        )
+    return gamma
 
 
 def _training_documents(
@@ -157,6 +170,11 @@ def describe(run: RunPlan) -> str:
             ["step", f"{config.global_batch_rows} rows accumulated"],
             ["steps", f"at least {steps:,}"],
             ["coverage", f"{run.coverage:.2f} scorings per supervised token and pass"],
-            ["learning rate", f"{config.optim.lr:g}, gamma {run.row.gamma:g}, {config.dtype}"],
+            ["loss", f"{config.loss.labels} labels, {_weighting(run)}"],
+            ["learning rate", f"{config.optim.lr:g}, {config.dtype}"],
         ],
     )
+
+
+def _weighting(run: RunPlan) -> str:
+    return "D-PACE" if run.row.gamma is None else f"gamma {run.row.gamma:g}"

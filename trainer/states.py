@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hscache.planes import Codec
+from hscache.layout import LAST_HIDDEN
+from hscache.planes import ARRAYS, Codec
 from hscache.reader import Shard
 
 _TORCH_DTYPES = {"uint8": torch.uint8, "uint16": torch.int16, "float32": torch.float32}
@@ -29,9 +30,18 @@ class StatePlanes:
     """the same memory, in the dtypes that shards are read in"""
 
     @classmethod
-    def empty(cls, shard: Shard, num_tokens: int, device: torch.device) -> StatePlanes:
-        """Allocate a row of a shard's codec; torch hands pinned memory out again when copied."""
-        shapes = shard.array_shapes()
+    def empty(
+        cls, shard: Shard, num_tokens: int, device: torch.device, *, last_hidden: bool = False
+    ) -> StatePlanes:
+        """Allocate a row of a shard's codec; torch hands pinned memory out again when copied.
+
+        `last_hidden` adds the arrays of the last block's output, which the cache must have.
+        """
+        shapes = {
+            name: shape
+            for name, shape in shard.array_shapes().items()
+            if last_hidden or not name.startswith(LAST_HIDDEN)
+        }
         tensors = {
             name: torch.empty(
                 (num_tokens, *row_shape),
@@ -55,16 +65,28 @@ class StatePlanes:
 
 def merge_planes(planes: StatePlanes, device: torch.device) -> torch.Tensor:
     """Copy the planes to a device and return the states there, bfloat16 [S, L * H]."""
-    on_device = {name: t.to(device, non_blocking=True) for name, t in planes.tensors.items()}
+    return _merge(planes, "", device).flatten(1)
+
+
+def merge_last_hidden(planes: StatePlanes, device: torch.device) -> torch.Tensor:
+    """Copy the planes of the last block's output to a device and return it, bfloat16 [S, H]."""
+    return _merge(planes, LAST_HIDDEN, device)
+
+
+def _merge(planes: StatePlanes, prefix: str, device: torch.device) -> torch.Tensor:
+    on_device = {
+        name: planes.tensors[prefix + name].to(device, non_blocking=True)
+        for name in ARRAYS[planes.codec]
+    }
     if planes.codec == "none":
-        values_SLH = on_device["bits"].view(torch.bfloat16)
+        values = on_device["bits"].view(torch.bfloat16)
     elif planes.codec == "fp8":
-        values_SLH = on_device["fp8"].view(torch.float8_e4m3fn).float()
-        values_SLH = (values_SLH * on_device["scale"][..., None]).bfloat16()
+        values = on_device["fp8"].view(torch.float8_e4m3fn).float()
+        values = (values * on_device["scale"][..., None]).bfloat16()
     else:
         significand = on_device["significand"]
         bits = on_device["exponent"].to(torch.int16).bitwise_left_shift_(7)
         bits |= significand & 0x7F
         bits |= (significand & 0x80).to(torch.int16).bitwise_left_shift_(8)
-        values_SLH = bits.view(torch.bfloat16)
-    return values_SLH.flatten(1)
+        values = bits.view(torch.bfloat16)
+    return values

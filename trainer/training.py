@@ -33,7 +33,7 @@ from trainer.frozen import FrozenTarget, initial_norm, load_frozen, target_confi
 from trainer.masters import Masters
 from trainer.metrics import StepFigures, Window
 from trainer.optim import learning_rate, make_optimizers, scale_gradients
-from trainer.row_loss import row_loss
+from trainer.row_loss import Weighting, row_loss
 from trainer.run_plan import RunPlan
 from trainer.schedule import Position
 
@@ -60,6 +60,8 @@ class Training:
     """slots whose logits are in memory at once"""
     backend: Backend
     """how blocks attend"""
+    weighting: Weighting = "decay"
+    """how the scored slots of a block weigh"""
     optimizers: list[torch.optim.Optimizer] = field(init=False)
     step: int = 0
     position: Position = field(default_factory=Position)
@@ -97,6 +99,7 @@ class Training:
                 batch,
                 chunk_size=self.chunk_size,
                 backend=self.backend,
+                weighting=self.weighting,
             )
             loss_sum.backward()
             losses.append(loss_sum.detach())
@@ -177,6 +180,7 @@ def _new_training(run: RunPlan, device: torch.device) -> Training:
         total_tokens=run.total_tokens,
         chunk_size=config.loss.chunk_size or (_CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK),
         backend=training_backend(config.attention, device),
+        weighting=config.loss.weighting,
     )
 
 
@@ -207,6 +211,8 @@ def training_state(run: RunPlan, training: Training) -> TrainerState:
     settings: dict[str, Any] = {
         name: value for name, value in to_dict(run.config).items() if name in _SETTINGS
     }
+    settings["labels"] = run.config.loss.labels
+    settings["weighting"] = run.config.loss.weighting
     settings["gamma"] = run.row.gamma
     settings["sample_slots"] = run.row.sample_slots
     settings["drafter"] = to_dict(run.drafter)
