@@ -23,6 +23,22 @@ def test_warm_up_then_cosine_by_hand():
     assert actual[9] == pytest.approx(0.1)
 
 
+def test_warm_up_stay_and_fall_by_hand():
+    actual = rates(
+        total_steps=10, peak=2.0, warmup_fraction=0.2, final_fraction=0.1, schedule="wsd",
+        decay_fraction=0.3,
+    )  # fmt: skip
+    assert actual == pytest.approx([1, 2, 2, 2, 2, 2, 2, 1.4, 0.8, 0.2, 0.2, 0.2])
+
+
+def test_stay_and_fall_without_decay_ends_at_the_final_rate_in_the_last_step():
+    actual = rates(
+        total_steps=4, peak=1.0, warmup_fraction=0.0, final_fraction=0.0, schedule="wsd",
+        decay_fraction=0.0,
+    )  # fmt: skip
+    assert actual == pytest.approx([1, 1, 1, 0, 0, 0])
+
+
 def test_first_step_is_never_zero():
     for total_steps in (1, 2, 1000):
         for warmup_fraction in (0.0, 0.001, 0.04, 0.5):
@@ -126,3 +142,9 @@ def test_clipping_a_gradient_that_is_not_finite_returns_it_for_the_caller_to_see
 def test_settings_that_cannot_train_are_refused(field, value):
     with pytest.raises(ConfigError, match=field):
         OptimConfig(**{field: value})
+
+
+def test_warm_up_and_decay_longer_than_the_run_are_refused():
+    OptimConfig(warmup_fraction=0.9, decay_fraction=0.2)  # a cosine has no decay of its own
+    with pytest.raises(ConfigError, match=r"warmup_fraction 0.9 and decay_fraction 0.2"):
+        OptimConfig(schedule="wsd", warmup_fraction=0.9, decay_fraction=0.2)

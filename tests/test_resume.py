@@ -174,6 +174,7 @@ def test_accumulation_and_logging_do_not_need_to_divide_the_run(straight):
         ({"seed": 1}, "settings.seed"),
         ({"optim": {"lr": 1e-4}}, "settings.optim.lr"),
         ({"optim": {"name": "muon"}}, "settings.optim.name"),
+        ({"optim": {"schedule": "wsd"}}, "settings.optim.schedule"),
         ({"loss": {"gamma": 7.0}}, "settings.gamma"),
         ({"loss": {"sample_slots": True}}, "settings.sample_slots"),
         ({"loss": {"gamma": None, "weighting": "dpace"}}, "settings.weighting"),

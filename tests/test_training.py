@@ -187,6 +187,13 @@ def test_rate_follows_the_tokens(run, training):
     for training.tokens in (250, 500, 750, 1000, 1200):
         rates.append(training.rate)
     assert rates == pytest.approx([0.5, 1.0, 0.5, 0.0, 0.0], abs=1e-12)
+    training.optim = OptimConfig(
+        lr=1.0, schedule="wsd", warmup_fraction=0.25, decay_fraction=0.5, final_fraction=0.5
+    )
+    rates = []
+    for training.tokens in (250, 500, 750, 1000, 1200):
+        rates.append(training.rate)
+    assert rates == pytest.approx([1.0, 1.0, 0.75, 0.5, 0.5], abs=1e-12)
 
 
 def test_state_holds_what_decides_the_result_and_nothing_else(run, training):

@@ -190,7 +190,7 @@ class LossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """Optimizer over fp32 masters, linear warm-up and a cosine over the run's tokens."""
+    """Optimizer over fp32 masters, and a learning rate that is a function of the run's tokens."""
 
     name: Literal["adamw", "muon"] = "adamw"
     """muon orthogonalises the updates of matrices: more progress a step, and more work."""
@@ -200,8 +200,12 @@ class OptimConfig:
     """Decay rates of the moments."""
     weight_decay: float = 0.0
     """On matrices only."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """After the warm-up: cosine falls all the way; wsd stays at the peak, then falls linearly."""
     warmup_fraction: float = 0.04
-    """Share of the run's tokens."""
+    """Share of the run's tokens in which the rate rises, linearly."""
+    decay_fraction: float = 0.2
+    """With wsd: share of the run's tokens, the last ones, in which the rate falls."""
     final_fraction: float = 0.0
     """Learning rate at the end, as a share of the peak."""
     clip: float = 1.0
@@ -211,9 +215,14 @@ class OptimConfig:
         for name in ("lr", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}: found {getattr(self, name)}, expected more than 0.")
-        for name in ("warmup_fraction", "final_fraction"):
+        for name in ("warmup_fraction", "decay_fraction", "final_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name}: found {getattr(self, name)}, expected 0 to 1.")
+        if self.schedule == "wsd" and self.warmup_fraction + self.decay_fraction > 1:
+            raise ConfigError(
+                f"warmup_fraction {self.warmup_fraction} and decay_fraction {self.decay_fraction} "
+                "are more than the whole run. Lower one of them."
+            )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas: found {self.betas}, expected numbers from 0 to below 1.")
         if not 0 <= self.weight_decay < math.inf:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,17 +17,29 @@ from trainer.config import OptimConfig
 
 
 def learning_rate(
-    step: float, *, total_steps: int, peak: float, warmup_fraction: float, final_fraction: float
+    step: float,
+    *,
+    total_steps: int,
+    peak: float,
+    warmup_fraction: float,
+    final_fraction: float,
+    schedule: Literal["cosine", "wsd"] = "cosine",
+    decay_fraction: float = 0.2,
 ) -> float:
-    """Return the rate of 0-based `step`: linear warm-up, then half a cosine.
+    """Return the rate of 0-based `step`: linear warm-up, then half a cosine, or stay and fall.
 
     The warm-up takes ceil(warmup_fraction * total_steps) steps; its first has peak / that many,
-    never 0, and its last the peak. The run's last step, and any later one, has the final rate,
-    final_fraction * peak.
+    never 0, and its last the peak. `wsd` (warm-up, stable, decay: MiniCPM, arXiv 2404.06395) then
+    stays there, and falls linearly over the last ceil(decay_fraction * total_steps) steps. With
+    either, the run's last step, and any later one, has the final rate, final_fraction * peak.
     """
     warmup_steps = math.ceil(warmup_fraction * total_steps)
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
+    if schedule == "wsd":
+        decay_steps = max(1, math.ceil(decay_fraction * total_steps))
+        fallen = min(1.0, max(0.0, (step + 1 - (total_steps - decay_steps)) / decay_steps))
+        return peak * (1 - (1 - final_fraction) * fallen)
     progress = min(1.0, (step + 1 - warmup_steps) / max(1, total_steps - warmup_steps))
     return peak * (final_fraction + (1 - final_fraction) * 0.5 * (1 + math.cos(math.pi * progress)))
 

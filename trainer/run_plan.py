@@ -171,7 +171,7 @@ def describe(run: RunPlan) -> str:
             ["steps", f"at least {steps:,}"],
             ["coverage", f"{run.coverage:.2f} scorings per supervised token and pass"],
             ["loss", f"{config.loss.labels} labels, {_weighting(run)}"],
-            ["learning rate", f"{config.optim.lr:g}, {config.dtype}"],
+            ["learning rate", f"{config.optim.lr:g}, {config.optim.schedule}, {config.dtype}"],
         ],
     )
 

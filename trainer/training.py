@@ -84,6 +84,8 @@ class Training:
             peak=self.optim.lr,
             warmup_fraction=self.optim.warmup_fraction,
             final_fraction=self.optim.final_fraction,
+            schedule=self.optim.schedule,
+            decay_fraction=self.optim.decay_fraction,
         )
 
     def update(self, group: list[Batch]) -> None:
