@@ -14,6 +14,7 @@ def inputs(dtype, seed=0, num_slots=NUM_SLOTS):
     hidden = torch.randn(num_slots, HIDDEN, generator=generator).to(dtype).requires_grad_()
     head = torch.randn(VOCAB, HIDDEN, generator=generator).to(dtype)
     labels = torch.randint(0, VOCAB, (num_slots,), generator=generator)
+    labels[::7] = (hidden @ head.T).argmax(-1)[::7]
     weights = torch.rand(num_slots, generator=generator)
     weights[::5] = 0.0
     return hidden, head, labels, weights
@@ -29,7 +30,7 @@ def naive(hidden, head, labels, weights):
 def test_loss_and_gradient_equal_plain_cross_entropy(dtype, chunk_size):
     hidden, head, labels, weights = inputs(dtype)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
-    loss_sum, weight_sum, predicted = frozen_head_cross_entropy(
+    loss_sum, weight_sum, right = frozen_head_cross_entropy(
         hidden, head, labels, weights, chunk_size=chunk_size
     )
     (3.0 * loss_sum).backward()
@@ -39,7 +40,7 @@ def test_loss_and_gradient_equal_plain_cross_entropy(dtype, chunk_size):
     torch.testing.assert_close(loss_sum.double(), expected, rtol=tolerance, atol=0)
     torch.testing.assert_close(hidden.grad.double(), copy.grad, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(weight_sum, weights.sum())
-    assert torch.equal(predicted, (hidden @ head.T).argmax(-1))
+    assert torch.equal(right, (hidden @ head.T).argmax(-1) == labels)
 
 
 def test_bf16_is_close_to_fp32():
@@ -85,13 +86,13 @@ def test_all_weights_zero_gives_zero_loss_and_gradient():
 
 def test_empty_input_gives_zeros():
     hidden, head, labels, weights = inputs(torch.bfloat16, num_slots=0)
-    loss_sum, weight_sum, predicted = frozen_head_cross_entropy(
+    loss_sum, weight_sum, right = frozen_head_cross_entropy(
         hidden, head, labels, weights, chunk_size=16
     )
     loss_sum.backward()
     assert loss_sum.item() == 0.0
     assert weight_sum.item() == 0.0
-    assert predicted.shape == (0,)
+    assert right.shape == (0,)
     assert hidden.grad.shape == (0, HIDDEN)
 
 
@@ -129,17 +130,20 @@ def test_gradients_of_parts_with_one_division_equal_the_big_batch():
     torch.testing.assert_close(parts.grad, hidden.grad, rtol=1e-10, atol=1e-14)
 
 
-def test_fused_softmax_gives_losses_argmax_and_gradients():
+def test_fused_softmax_gives_losses_right_slots_and_gradients():
     generator = torch.Generator().manual_seed(0)
     logits = (5 * torch.randn(9, VOCAB, generator=generator)).requires_grad_()
     labels = torch.randint(0, VOCAB, (9,), generator=generator)
+    labels[:4] = logits[:4].argmax(-1)
     expected = F.cross_entropy(logits, labels, reduction="none")
     (gradient,) = torch.autograd.grad(expected.sum(), logits)
     overwritten = logits.detach().clone()
-    losses, predicted = fused_softmax(overwritten, labels)
+    losses, right = fused_softmax(overwritten, labels)
     torch.testing.assert_close(losses, expected.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(overwritten, gradient, rtol=1e-5, atol=1e-6)
-    assert torch.equal(predicted, logits.argmax(-1))
+    assert torch.equal(right, logits.argmax(-1) == labels)
+    assert right.any()
+    assert not right.all()
 
 
 def teacher_of(hidden, seed=9):
@@ -153,7 +157,7 @@ def test_soft_labels_give_the_divergence_from_the_teacher(dtype, chunk_size):
     hidden, head, labels, weights = inputs(dtype)
     teacher = teacher_of(hidden)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
-    loss_sum, weight_sum, predicted = frozen_head_cross_entropy(
+    loss_sum, weight_sum, right = frozen_head_cross_entropy(
         hidden, head, labels, weights, chunk_size=chunk_size, teacher_MH=teacher
     )
     (3.0 * loss_sum).backward()
@@ -168,7 +172,7 @@ def test_soft_labels_give_the_divergence_from_the_teacher(dtype, chunk_size):
     torch.testing.assert_close(loss_sum.double(), expected, rtol=tolerance, atol=0)
     torch.testing.assert_close(hidden.grad.double(), copy.grad, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(weight_sum, weights.sum())
-    assert torch.equal(predicted, (hidden @ head.T).argmax(-1))
+    assert torch.equal(right, (hidden @ head.T).argmax(-1) == labels)
 
 
 def test_a_drafter_that_equals_the_teacher_has_no_loss_and_no_gradient():
@@ -181,14 +185,18 @@ def test_a_drafter_that_equals_the_teacher_has_no_loss_and_no_gradient():
     assert hidden.grad.abs().max() < 1e-14
 
 
-def test_fused_divergence_gives_losses_argmax_and_gradients():
+def test_fused_divergence_gives_losses_right_slots_and_gradients():
     generator = torch.Generator().manual_seed(0)
     logits = (5 * torch.randn(9, VOCAB, generator=generator)).requires_grad_()
     teacher = 5 * torch.randn(9, VOCAB, generator=generator)
+    labels = logits.argmax(-1).clone()
+    labels[4:] = 0
     expected = F.kl_div(logits.log_softmax(-1), teacher.softmax(-1), reduction="none").sum(-1)
     (gradient,) = torch.autograd.grad(expected.sum(), logits)
     overwritten = logits.detach().clone()
-    losses, predicted = fused_divergence(overwritten, teacher)
+    losses, right = fused_divergence(overwritten, teacher, labels)
     torch.testing.assert_close(losses, expected.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(overwritten, gradient, rtol=1e-5, atol=1e-6)
-    assert torch.equal(predicted, logits.argmax(-1))
+    assert torch.equal(right, logits.argmax(-1) == labels)
+    assert right.any()
+    assert not right.all()

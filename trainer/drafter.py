@@ -13,7 +13,8 @@ K key heads, D head_dim, C captured (context) width of one product.
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ from trainer.attention import (
     plan_attention,
 )
 from trainer.config import DrafterConfig
+from trainer.products import product
 
 ContextKV = list[tuple[torch.Tensor, torch.Tensor]]
 Rotation = tuple[torch.Tensor, torch.Tensor]
@@ -64,9 +66,14 @@ class Drafter(nn.Module):
         concatenated equal the whole: decoding appends to it.
         """
         backend = backend or eager_backend(features_SF.device)
-        run = _compiled_context_kv if backend == "flex" else _context_kv
         layers = [cast(DrafterLayer, layer).self_attn for layer in self.layers]
-        return run(self, layers, features_SF, self._rotation(position_ids_S))
+        context_SH = self.hidden_norm(product(features_SF, self.fc.weight))
+        # One product for all layers: the context is the same tensor for each of them.
+        weights = [proj.weight for layer in layers for proj in (layer.k_proj, layer.v_proj)]
+        kv_SC = product(context_SH, *weights)
+        k_norms = [layer.k_norm for layer in layers]
+        rotation = self._rotation(position_ids_S)
+        return _run(_split_context_kv, backend == "flex")(kv_SC, k_norms, rotation)
 
     def forward(
         self,
@@ -103,31 +110,26 @@ class Drafter(nn.Module):
             dtype=anchor_embeddings_NH.dtype,
             backend=backend,
         )
-        run = _compiled_layer if backend == "flex" else DrafterLayer.forward
         hidden = torch.cat([anchor_embeddings_NH, mask_embedding_H[None]])
-        last = len(self.layers) - 1
-        for i, (layer, (k_SKD, v_SKD)) in enumerate(zip(self.layers, context_kv, strict=True)):
-            final_norm = self.norm if i == last else None
-            hidden = run(
-                cast(DrafterLayer, layer), hidden, k_SKD, v_SKD, rotation, plan, final_norm
+        layers = [cast(DrafterLayer, layer) for layer in self.layers]
+        norms = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
+        normed = layers[0].input_layernorm(hidden)
+        for layer, (k_SKD, v_SKD), next_norm in zip(layers, context_kv, norms, strict=True):
+            hidden, normed = layer(
+                hidden, normed, k_SKD, v_SKD, rotation, plan, next_norm, layer is layers[-1]
             )
-        return hidden
+        return normed
 
     def _rotation(self, position_ids: torch.Tensor) -> Rotation:
         return rotary_tables(position_ids, self.config.head_dim, self.config.rope_theta)
 
 
-def _context_kv(
-    drafter: Drafter, layers: list[DrafterAttention], features_SF: torch.Tensor, rotation: Rotation
-) -> ContextKV:
-    context_SH = drafter.hidden_norm(drafter.fc(features_SF))
-    weights = [proj.weight for layer in layers for proj in (layer.k_proj, layer.v_proj)]
-    # One product for all layers: the context is the same tensor for each of them.
-    kv_SC = F.linear(context_SH, torch.cat([w.to(context_SH.dtype) for w in weights]))
-    parts = kv_SC.view(len(kv_SC), 2 * len(layers), -1, drafter.config.head_dim).unbind(1)
+def _split_context_kv(kv_SC: torch.Tensor, k_norms: list[RMSNorm], rotation: Rotation) -> ContextKV:
+    head_dim = len(k_norms[0].weight)
+    parts = kv_SC.view(len(kv_SC), 2 * len(k_norms), -1, head_dim).unbind(1)
     return [
-        (rotate(layer.k_norm.in_fp32(k_SKD), rotation).to(k_SKD.dtype), v_SKD)
-        for layer, k_SKD, v_SKD in zip(layers, parts[0::2], parts[1::2], strict=True)
+        (rotate(k_norm.in_fp32(k_SKD), rotation).to(k_SKD.dtype), v_SKD)
+        for k_norm, k_SKD, v_SKD in zip(k_norms, parts[0::2], parts[1::2], strict=True)
     ]
 
 
@@ -144,27 +146,37 @@ class DrafterLayer(nn.Module):
     def forward(
         self,
         hidden: torch.Tensor,
+        normed: torch.Tensor,
         k_context_SKD: torch.Tensor,
         v_context_SKD: torch.Tensor,
         rotation: Rotation,
         plan: AttentionPlan,
-        final_norm: RMSNorm | None,
-    ) -> torch.Tensor:
-        """Return the residual stream [N, B, H] after this layer.
+        next_norm: RMSNorm,
+        is_last: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the residual stream [N, B, H] after this layer, and its norm by `next_norm`.
 
-        The first layer is given [N + 1, H]: the anchors' embeddings and then the one of all masks.
-        The last layer is given the final norm and returns [N, B - 1, H], the slots to predict.
+        `normed` is `hidden` after this layer's input norm. The first layer is given [N + 1, H]: the
+        anchors' embeddings and then the one of all masks. The last layer returns [N, B - 1, H], the
+        slots to predict.
         """
-        block_size = rotation[0].shape[1]
-        q, k, v = self.self_attn.project(self.input_layernorm(hidden))
+        attn, mlp, compiled = self.self_attn, self.mlp, plan.mask is not None
+        qkv = product(normed, attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
         if hidden.ndim == 2:
-            hidden, q, k, v = (lay_out_blocks(x, block_size) for x in (hidden, q, k, v))
-        attended = self.self_attn.attend(q, k, v, k_context_SKD, v_context_SKD, rotation, plan)
-        if final_norm is not None:
+            block_size = rotation[0].shape[1]
+            hidden, qkv = lay_out_blocks(hidden, block_size), lay_out_blocks(qkv, block_size)
+        attended = _run(attend, compiled)(
+            qkv, attn.q_norm, attn.k_norm, k_context_SKD, v_context_SKD, rotation, plan
+        )
+        if is_last:
             hidden, attended = hidden[:, 1:], attended[:, 1:]
-        hidden = hidden + self.self_attn.o_proj(attended)
-        hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return hidden if final_norm is None else final_norm(hidden)
+        residual = product(attended.contiguous(), attn.o_proj.weight)
+        hidden, normed = _run(add_and_norm, compiled)(
+            hidden, residual, self.post_attention_layernorm
+        )
+        gate, up = product(normed, mlp.gate_proj.weight), product(normed, mlp.up_proj.weight)
+        residual = product(_run(swiglu, compiled)(gate, up), mlp.down_proj.weight)
+        return _run(add_and_norm, compiled)(hidden, residual, next_norm)
 
 
 def lay_out_blocks(rows: torch.Tensor, block_size: int) -> torch.Tensor:
@@ -174,11 +186,10 @@ def lay_out_blocks(rows: torch.Tensor, block_size: int) -> torch.Tensor:
 
 
 class DrafterAttention(nn.Module):
-    """Grouped-query attention whose queries come from the block alone."""
+    """Weights of grouped-query attention whose queries come from the block alone."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
         self.q_proj = Linear(config.hidden_size, q_size)
@@ -188,42 +199,9 @@ class DrafterAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def project(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries [..., h, D], keys and values [..., K, D] of [..., H], before any norm."""
-        weights = [proj.weight for proj in (self.q_proj, self.k_proj, self.v_proj)]
-        # One product for all three, so that its backward pass is one product too.
-        qkv = F.linear(normed, torch.cat([weight.to(normed.dtype) for weight in weights]))
-        q, k, v = (
-            part.unflatten(-1, (-1, self.head_dim))
-            for part in qkv.split([len(weight) for weight in weights], dim=-1)
-        )
-        return q, k, v
-
-    def attend(
-        self,
-        q_NBhD: torch.Tensor,
-        k_NBKD: torch.Tensor,
-        v_NBKD: torch.Tensor,
-        k_context_SKD: torch.Tensor,
-        v_context_SKD: torch.Tensor,
-        rotation: Rotation,
-        plan: AttentionPlan,
-    ) -> torch.Tensor:
-        """Norm and turn queries and keys and attend; returns [N, B, h * D]."""
-        dtype = q_NBhD.dtype
-        out_NBhD = block_attention(
-            rotate(self.q_norm.in_fp32(q_NBhD), rotation).to(dtype),
-            k_context_SKD,
-            v_context_SKD,
-            rotate(self.k_norm.in_fp32(k_NBKD), rotation).to(dtype),
-            v_NBKD,
-            plan,
-        )
-        return out_NBhD.flatten(2)
-
 
 class GatedMLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """Weights of a SwiGLU MLP: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -231,21 +209,13 @@ class GatedMLP(nn.Module):
         self.up_proj = Linear(config.hidden_size, config.intermediate_size)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map [..., H] to [..., H]."""
-        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
-
 
 class Linear(nn.Module):
-    """Product with a weight [out, in], computed in the dtype of the input; no bias."""
+    """A weight [out, in] without bias, for `trainer.products.product`."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=torch.float32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map [..., in] to [..., out]."""
-        return F.linear(x, self.weight.to(x.dtype))
 
 
 class RMSNorm(nn.Module):
@@ -265,6 +235,44 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
 
 
+def attend(
+    qkv_NBC: torch.Tensor,
+    q_norm: RMSNorm,
+    k_norm: RMSNorm,
+    k_context_SKD: torch.Tensor,
+    v_context_SKD: torch.Tensor,
+    rotation: Rotation,
+    plan: AttentionPlan,
+) -> torch.Tensor:
+    """Norm and turn queries and keys, side by side with values, and attend; [N, B, h * D]."""
+    dtype, num_key_heads, head_dim = qkv_NBC.dtype, *k_context_SKD.shape[1:]
+    heads = qkv_NBC.unflatten(-1, (-1, head_dim))
+    num_heads = heads.shape[2] - 2 * num_key_heads
+    q_NBhD, k_NBKD, v_NBKD = heads.split([num_heads, num_key_heads, num_key_heads], dim=2)
+    out_NBhD = block_attention(
+        rotate(q_norm.in_fp32(q_NBhD), rotation).to(dtype),
+        k_context_SKD,
+        v_context_SKD,
+        rotate(k_norm.in_fp32(k_NBKD), rotation).to(dtype),
+        v_NBKD,
+        plan,
+    )
+    return out_NBhD.flatten(2)
+
+
+def add_and_norm(
+    hidden: torch.Tensor, residual: torch.Tensor, norm: RMSNorm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum and its norm."""
+    hidden = hidden + residual
+    return hidden, norm(hidden)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up."""
+    return F.silu(gate) * up
+
+
 def rotary_tables(position_ids: torch.Tensor, head_dim: int, theta: float) -> Rotation:
     """Return fp32 cosines and sines [..., 1, head_dim]; component i pairs with i + head_dim / 2."""
     exponents = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32)
@@ -281,6 +289,13 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-# Compiling a layer rather than the model: all middle layers share one piece of code.
-_compiled_layer = torch.compile(DrafterLayer.forward, fullgraph=True, dynamic=False)
-_compiled_context_kv = torch.compile(_context_kv, fullgraph=True, dynamic=False)
+# What lies between the products is compiled, and the products are not: so they can sum gradients
+# where autograd cannot see it, and all layers share a few pieces of compiled code.
+_COMPILED: dict[Callable[..., Any], Callable[..., Any]] = {
+    function: torch.compile(function, fullgraph=True, dynamic=False)
+    for function in (attend, add_and_norm, swiglu, _split_context_kv)
+}
+
+
+def _run(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+    return _COMPILED[function] if compiled else function

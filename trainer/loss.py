@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 # On a CPU a strip of 32 x 49,152 fp32 (6 MB) stays in cache through all passes of the softmax; a
 # whole chunk would go through memory five times (measured: 6.5 against 15 ms for 448 rows).
@@ -31,12 +32,13 @@ def frozen_head_cross_entropy(
     teacher_MH: torch.Tensor | None = None,
     reweight: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (sum of weight * loss, sum of `weights_M`, predicted ids [M]).
+    """Return (sum of weight * loss, sum of `weights_M`, whether each slot is right [M]).
 
-    The loss is the cross-entropy of the labels; with `teacher_MH`, normed hidden states of the
-    target, it is KL(teacher || drafter), both over the whole vocabulary. `reweight` takes the
-    losses [M] and returns factors [M] on the weights, which get no gradient; the returned sum of
-    weights, by which one divides, does not have them.
+    A slot is right when no token has a larger logit than its label: equal ones count as right, for
+    to tell them apart takes one more pass. The loss is the cross-entropy of the labels; with
+    `teacher_MH`, normed hidden states of the target, it is KL(teacher || drafter), both over the
+    whole vocabulary. `reweight` takes the losses [M] and returns factors [M] on the weights, which
+    get no gradient; the returned sum of weights, by which one divides, does not have them.
 
     Logits are computed in the common dtype of `hidden_MH` and `head_VH` (bf16 in training), the
     log-sum-exp in fp32. Both sums are fp32 scalars and 0 for an empty input; the first is
@@ -45,10 +47,10 @@ def frozen_head_cross_entropy(
 
     `compiled` fuses the softmax, for a GPU: it is compiled once for each `chunk_size`, whatever M.
     """
-    loss_sum, predicted_M = _FrozenHeadCrossEntropy.apply(
+    loss_sum, right_M = _FrozenHeadCrossEntropy.apply(
         hidden_MH, head_VH, labels_M, weights_M.float(), chunk_size, compiled, teacher_MH, reweight
     )
-    return loss_sum, weights_M.float().sum(), predicted_M
+    return loss_sum, weights_M.float().sum(), right_M
 
 
 class _FrozenHeadCrossEntropy(torch.autograd.Function):
@@ -74,7 +76,7 @@ class _FrozenHeadCrossEntropy(torch.autograd.Function):
         logits_CV = hidden_MH.new_empty(chunk_size, vocab_size)
         teacher_CV = torch.empty_like(logits_CV) if teacher_MH is not None else None
         losses_M = hidden_MH.new_empty(num_slots, dtype=wide)
-        predicted_M = torch.empty_like(labels_M)
+        right_M = torch.empty_like(labels_M, dtype=torch.bool)
         grad_MH = torch.empty_like(hidden_MH) if needs_grad else None
 
         for start in range(0, num_slots, chunk_size):
@@ -82,21 +84,22 @@ class _FrozenHeadCrossEntropy(torch.autograd.Function):
             size = chunk.stop - start
             logits = logits_CV[:size]
             torch.mm(hidden_MH[chunk], head_VH.T, out=logits)
+            labels = labels_M[chunk]
+            if compiled:
+                labels = F.pad(labels, (0, chunk_size - size))
             if teacher_MH is not None:
                 assert teacher_CV is not None
                 teacher = teacher_CV[:size]
                 torch.mm(teacher_MH[chunk], head_VH.T, out=teacher)
                 if compiled:
-                    losses, predicted = _fused_divergence(logits_CV, teacher_CV)
+                    losses, right = _fused_divergence(logits_CV, teacher_CV, labels)
                 else:
-                    losses, predicted = _divergence_in_strips(logits, teacher, wide)
+                    losses, right = _divergence_in_strips(logits, teacher, labels, wide)
             elif compiled:
-                labels_C = labels_M.new_zeros(chunk_size)
-                labels_C[:size] = labels_M[chunk]
-                losses, predicted = _fused_softmax(logits_CV, labels_C)
+                losses, right = _fused_softmax(logits_CV, labels)
             else:
-                losses, predicted = _softmax_in_strips(logits, labels_M[chunk], wide, needs_grad)
-            losses_M[chunk], predicted_M[chunk] = losses[:size], predicted[:size]
+                losses, right = _softmax_in_strips(logits, labels, wide, needs_grad)
+            losses_M[chunk], right_M[chunk] = losses[:size], right[:size]
             if grad_MH is not None:
                 torch.mm(logits, head_VH, out=grad_MH[chunk])
 
@@ -107,8 +110,8 @@ class _FrozenHeadCrossEntropy(torch.autograd.Function):
             # last chunk is every loss of a block known.
             grad_MH *= weights_M[:, None]
         ctx.save_for_backward(grad_MH)
-        ctx.mark_non_differentiable(predicted_M)
-        return (losses_M * weights_M).sum(dtype=wide), predicted_M
+        ctx.mark_non_differentiable(right_M)
+        return (losses_M * weights_M).sum(dtype=wide), right_M
 
     @staticmethod
     def backward(ctx: Any, grad_loss: torch.Tensor, _: Any) -> Any:
@@ -119,34 +122,35 @@ class _FrozenHeadCrossEntropy(torch.autograd.Function):
 def fused_softmax(
     logits_CV: torch.Tensor, labels_C: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return losses and argmax, and overwrite the logits by d loss / d logits.
+    """Return losses and whether labels are on top; overwrite the logits by d loss / d logits.
 
-    Written for a compiler: one pass finds maximum, sum and argmax, a second one writes. Rows that
-    were never filled give garbage, which the caller does not look at.
+    Written for a compiler: one pass finds maximum and sum, a second one writes. Rows that were
+    never filled give garbage, which the caller does not look at.
     """
     wide_CV = logits_CV.float()
-    top_C, predicted_C = wide_CV.amax(-1), wide_CV.argmax(-1)
+    top_C = wide_CV.amax(-1)
     lse_C = top_C + (wide_CV - top_C[:, None]).exp().sum(-1).log()
-    losses_C = lse_C - wide_CV.gather(1, labels_C[:, None])[:, 0]
+    of_label_C = wide_CV.gather(1, labels_C[:, None])[:, 0]
     is_label_CV = torch.arange(wide_CV.shape[1], device=wide_CV.device) == labels_C[:, None]
     logits_CV.copy_((wide_CV - lse_C[:, None]).exp() - is_label_CV.float())
-    return losses_C, predicted_C
+    return lse_C - of_label_C, of_label_C >= top_C
 
 
 def fused_divergence(
-    logits_CV: torch.Tensor, teacher_CV: torch.Tensor
+    logits_CV: torch.Tensor, teacher_CV: torch.Tensor, labels_C: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return KL(teacher || drafter) and argmax, and overwrite the logits by its gradient to them.
+    """Return KL(teacher || drafter) and whether labels are on top; overwrite the logits by its
+    gradient to them.
 
     Written for a compiler, as `fused_softmax`.
     """
     wide_CV, teacher_CV = logits_CV.float(), teacher_CV.float()
-    predicted_C = wide_CV.argmax(-1)
+    right_C = wide_CV.gather(1, labels_C[:, None])[:, 0] >= wide_CV.amax(-1)
     log_q_CV, log_p_CV = wide_CV.log_softmax(-1), teacher_CV.log_softmax(-1)
     p_CV = log_p_CV.exp()
     losses_C = (p_CV * (log_p_CV - log_q_CV)).sum(-1)
     logits_CV.copy_(log_q_CV.exp() - p_CV)
-    return losses_C, predicted_C
+    return losses_C, right_C
 
 
 _fused_softmax = torch.compile(fused_softmax, fullgraph=True, dynamic=False)
@@ -154,20 +158,22 @@ _fused_divergence = torch.compile(fused_divergence, fullgraph=True, dynamic=Fals
 
 
 def _divergence_in_strips(
-    logits_CV: torch.Tensor, teacher_CV: torch.Tensor, wide: torch.dtype
+    logits_CV: torch.Tensor, teacher_CV: torch.Tensor, labels_C: torch.Tensor, wide: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # As `fused_divergence`, a strip at a time: it needs several fp32 copies of what it works on.
-    losses, predicted = [logits_CV.new_empty(0, dtype=wide)], []
-    for logits_RV, teacher_RV in zip(
-        logits_CV.split(_CPU_STRIP_ROWS), teacher_CV.split(_CPU_STRIP_ROWS), strict=True
-    ):
-        predicted.append(logits_RV.argmax(-1))
+    losses_C = logits_CV.new_empty(len(labels_C), dtype=wide)
+    right_C = torch.empty_like(labels_C, dtype=torch.bool)
+    for row in range(0, len(labels_C), _CPU_STRIP_ROWS):
+        strip = slice(row, row + _CPU_STRIP_ROWS)
+        logits_RV = logits_CV[strip]
+        of_label_R = logits_RV.gather(1, labels_C[strip, None])[:, 0]
+        right_C[strip] = of_label_R >= logits_RV.amax(-1)
         log_q_RV = logits_RV.log_softmax(-1, dtype=wide)
-        log_p_RV = teacher_RV.log_softmax(-1, dtype=wide)
+        log_p_RV = teacher_CV[strip].log_softmax(-1, dtype=wide)
         p_RV = log_p_RV.exp()
-        losses.append((p_RV * (log_p_RV - log_q_RV)).sum(-1))
+        losses_C[strip] = (p_RV * (log_p_RV - log_q_RV)).sum(-1)
         logits_RV.copy_(log_q_RV.exp_().sub_(p_RV))
-    return torch.cat(losses), torch.cat(predicted)
+    return losses_C, right_C
 
 
 def _softmax_in_strips(
@@ -176,28 +182,29 @@ def _softmax_in_strips(
     num_slots = len(logits_CV)
     strip_rows = min(_CPU_STRIP_ROWS, num_slots) if logits_CV.is_cpu else num_slots
     scratch_RV = logits_CV.new_empty(strip_rows, logits_CV.shape[1], dtype=wide)
-    losses_C, predicted_C = logits_CV.new_empty(num_slots, dtype=wide), torch.empty_like(labels_C)
+    losses_C = logits_CV.new_empty(num_slots, dtype=wide)
+    right_C = torch.empty_like(labels_C, dtype=torch.bool)
     for row in range(0, num_slots, strip_rows):
         strip = slice(row, min(row + strip_rows, num_slots))
-        losses_C[strip], predicted_C[strip] = _softmax_strip(
+        losses_C[strip], right_C[strip] = _softmax_strip(
             logits_CV[strip], labels_C[strip], scratch_RV[: strip.stop - row], needs_grad
         )
-    return losses_C, predicted_C
+    return losses_C, right_C
 
 
 def _softmax_strip(
     logits_RV: torch.Tensor, labels_R: torch.Tensor, scratch_RV: torch.Tensor, needs_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # Returns losses and argmax; with needs_grad overwrites the logits by d loss / d logits.
+    # Returns losses and whether labels are on top; with needs_grad overwrites the logits by
+    # d loss / d logits.
     scratch_RV.copy_(logits_RV)
-    predicted_R1 = scratch_RV.argmax(-1, keepdim=True)
-    top_R1 = scratch_RV.gather(1, predicted_R1)
+    top_R1 = scratch_RV.amax(-1, keepdim=True)
     label_logits_R1 = scratch_RV.gather(1, labels_R[:, None])
     torch.softmax(scratch_RV, -1, out=scratch_RV)
     # log-sum-exp from the largest probability, which is at least 1 / V and never underflows.
-    lse_R1 = top_R1 - scratch_RV.gather(1, predicted_R1).log()
+    lse_R1 = top_R1 - scratch_RV.amax(-1, keepdim=True).log()
     if needs_grad:
         minus_one = scratch_RV.new_full((1, 1), -1.0).expand(len(labels_R), 1)
         scratch_RV.scatter_add_(1, labels_R[:, None], minus_one)
         logits_RV.copy_(scratch_RV)
-    return (lse_R1 - label_logits_R1)[:, 0], predicted_R1[:, 0]
+    return (lse_R1 - label_logits_R1)[:, 0], (label_logits_R1 >= top_R1)[:, 0]

@@ -28,6 +28,7 @@ class Masters:
             master = nn.Parameter(parameter.detach().clone())
             parameter.data = parameter.data.to(dtype)
             parameter.register_post_accumulate_grad_hook(_move_gradient_to(master))
+            parameter.master = master  # type: ignore[attr-defined]  # for `trainer.products`
             self.by_name[name] = master
             self._lowered.append(parameter)
             self._masters.append(master)

@@ -50,7 +50,7 @@ def row_loss(
     reweight = partial(
         dpace_weights, scored_M=batch.scored_M, num_blocks=num_blocks, num_predicted=num_predicted
     )
-    loss_sum, _, predicted_M = frozen_head_cross_entropy(
+    loss_sum, _, right_M = frozen_head_cross_entropy(
         hidden_CH.index_select(0, batch.scored_M),
         frozen.head_VH,
         batch.labels_M,
@@ -61,7 +61,7 @@ def row_loss(
         teacher_MH=teacher_hidden(frozen, batch, num_predicted),
         reweight=reweight if weighting == "dpace" else None,
     )
-    return loss_sum, (predicted_M == batch.labels_M).sum()
+    return loss_sum, right_M.sum()
 
 
 def teacher_hidden(frozen: FrozenTarget, batch: Batch, num_predicted: int) -> torch.Tensor | None:
