@@ -1,7 +1,9 @@
 """Turn Ctrl-C and SIGTERM into an orderly stop; a second signal kills at once."""
 
 import contextlib
+import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -11,13 +13,23 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextlib.contextmanager
-def stop_requested() -> Iterator[Callable[[], int | None]]:
-    """Yield a function that returns the signal received so far, or None; the work polls it."""
+def stop_requested(repeats_s: float = 0.0) -> Iterator[Callable[[], int | None]]:
+    """Yield a function that returns the signal received so far, or None; the work polls it.
+
+    For `repeats_s` seconds further signals count as the same one: a launcher passes on what its
+    processes have also received from the terminal or from SLURM.
+    """
     received: list[int] = []
+    first_s = 0.0
 
     def remember(signum: int, frame: FrameType | None) -> None:
-        received.append(signum)
-        signal.signal(signum, signal.SIG_DFL)
+        nonlocal first_s
+        if not received:
+            received.append(signum)
+            first_s = time.monotonic()
+        elif time.monotonic() - first_s > repeats_s:
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
 
     with _handlers(remember):
         yield lambda: received[0] if received else None
