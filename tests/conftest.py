@@ -66,6 +66,15 @@ def save_target(folder: Path, model_type: str, **changes) -> Path:
 
 
 @pytest.fixture(scope="session")
+def pool():
+    """Three gloo processes; they start when the first test asks for them."""
+    from rank_pool import RankPool
+
+    with RankPool() as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
 def llama_dir(tmp_path_factory) -> Path:
     """A random Llama: 5 blocks, hidden 64, grouped heads, tied head."""
     return save_target(tmp_path_factory.mktemp("llama"), "llama", tie_word_embeddings=True)

@@ -9,18 +9,22 @@ import pytest
 import torch
 from greedy_run import train_on_greedy_text
 from safetensors.torch import load_file, save_file
+from test_trainer_config import QWEN_27B
 from trainer_cache import documents, fit_config, make_cache, small_disk
 
 from hscache.errors import CacheMismatchError, ConfigError, DiskFullError, ShardCorruptError
 from hscache.reader import open_cache
+from hscache.zarr_array import canonical_json, checksum_hex
 from trainer.checkpoint import (
+    checkpoint_bytes,
     list_checkpoints,
     load_drafter,
     read_state,
     resolve_checkpoint,
-    save_checkpoint,
+    take_snapshot,
+    write_checkpoint,
 )
-from trainer.config import OptimConfig
+from trainer.config import OptimConfig, num_parameters
 from trainer.decode import speculative_decode
 from trainer.drafter import lay_out_blocks
 from trainer.fit import fit
@@ -142,8 +146,9 @@ def saved(tmp_path):
 
     def save(where, step, keep=2):
         state = dataclasses.replace(training_state(run, training), step=step)
-        return save_checkpoint(
-            where, training.drafter.config, training.masters, training.optimizers, state,
+        snapshot = take_snapshot(training.masters, training.optimizers)
+        return write_checkpoint(
+            where, training.drafter.config, snapshot, state,
             target_config=target_config(run.cache), dtype=torch.float32, keep=keep,
         )  # fmt: skip
 
@@ -177,6 +182,40 @@ def test_full_disk_leaves_the_checkpoint_before(saved, tmp_path):
         for path in list_checkpoints(where):
             read_state(path)
             load_drafter(path)
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_ranks", "expected_gb"),
+    [
+        ("ddp", 1, 24.2), ("ddp", 8, 24.2), ("average", 1, 24.2),
+        ("average", 4, 10.4 + 4 * 13.84), ("broadcast", 8, 10.4 + 8 * 13.84),
+        ("diloco", 4, 10.4 + 4 * 13.84 + 6.92),
+    ],
+)  # fmt: skip
+def test_sizes_of_the_27b_drafters_checkpoints(mode, num_ranks, expected_gb):
+    found = checkpoint_bytes(
+        num_parameters(QWEN_27B), dtype_bytes=2, num_moments=2, mode=mode, num_ranks=num_ranks
+    )
+    assert found / 1e9 == pytest.approx(expected_gb, abs=0.03)
+
+
+def test_a_checkpoint_that_would_not_fit_is_refused_before_the_first_step(tmp_path):
+    folder = make_cache(tmp_path / "cache", documents([30] * 4))
+    with small_disk(tmp_path / "small", "100k"):
+        with pytest.raises(DiskFullError, match=r"disk full: a checkpoint of .* takes 158 kB"):
+            fit(fit_config(folder, tmp_path / "small" / "run"))
+        assert not list((tmp_path / "small" / "run").glob("metrics*"))
+
+
+def test_a_checkpoint_of_another_version_says_so(run_dir, tmp_path):
+    copy = tmp_path / "checkpoint-9"
+    shutil.copytree(list_checkpoints(run_dir)[-1], copy)
+    record = json.loads((copy / "trainer_state.json").read_text())
+    del record["crc32c"], record["logged_step"]
+    sealed = {**record, "crc32c": checksum_hex(canonical_json(record))}
+    (copy / "trainer_state.json").write_bytes(canonical_json(sealed))
+    with pytest.raises(CacheMismatchError, match="another version"):
+        read_state(copy)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

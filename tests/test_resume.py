@@ -19,6 +19,7 @@ from trainer_cache import documents, fit_config, make_cache, metrics_of, random_
 from hscache.errors import CacheMismatchError, ConfigError, ShardCorruptError
 from hscache.settings import to_dict
 from trainer.checkpoint import list_checkpoints, read_state
+from trainer.config import SyncConfig
 from trainer.fit import fit
 
 ROOT = Path(__file__).parents[1]
@@ -181,6 +182,8 @@ def test_accumulation_and_logging_do_not_need_to_divide_the_run(straight):
         ({"row_tokens": 80}, "settings.row_tokens"),
         ({"global_batch_rows": 2}, "settings.global_batch_rows"),
         ({"dtype": "bfloat16"}, "settings.dtype"),
+        ({"sync": SyncConfig(mode="ddp")}, "settings.sync.mode"),
+        ({"sync": SyncConfig(local_steps=7)}, "settings.sync.local_steps"),
         ({"drafter": {"mask_token_id": 6}}, "settings.drafter.mask_token_id"),
     ],
 )
@@ -197,8 +200,8 @@ def test_other_settings_are_refused_with_a_diff(cache, straight, changes, named)
 def test_free_settings_may_change(cache, straight, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(straight["adamw"], run_dir)
-    fit(config_of(cache, run_dir, resume=True, threads=3, keep_checkpoints=1, log_every=2,
-                  loss={"chunk_size": 64}))  # fmt: skip
+    changes = {"threads": 3, "keep_checkpoints": 1, "log_every": 2, "loss": {"chunk_size": 64}}
+    fit(config_of(cache, run_dir, resume=True, sync=SyncConfig(timeout_s=5), **changes))
 
 
 def test_another_cache_is_refused_and_a_moved_one_is_not(cache, straight, tmp_path):

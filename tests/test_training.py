@@ -200,7 +200,7 @@ def test_state_holds_what_decides_the_result_and_nothing_else(run, training):
     state = training_state(run, training)
     assert set(state.settings) == {
         "optim", "row_tokens", "anchors_per_row", "global_batch_rows", "seed", "dtype", "gamma",
-        "sample_slots", "drafter", "labels", "weighting",
+        "sample_slots", "drafter", "labels", "weighting", "sync",
     }  # fmt: skip
     assert state.schedule["shards"] == list(run.schedule.shards)
     assert state.cache["states"]["hidden_size"] == HIDDEN

@@ -28,7 +28,15 @@ import torch
 from hscache.reader import Cache
 from trainer.anchors import sample_slots
 from trainer.rows import FloatArray, Row, RowDocument, build_row, decayed_weights
-from trainer.schedule import AnchorRule, Position, RowPlan, Schedule, positions, tick_rows
+from trainer.schedule import (
+    AnchorRule,
+    Position,
+    RowPlan,
+    Schedule,
+    Share,
+    positions,
+    tick_rows,
+)
 from trainer.states import StatePlanes, merge_last_hidden, merge_planes
 
 _DECODING, _READY = 3, 2
@@ -57,6 +65,15 @@ class Batch:
     document_ids: tuple[int, ...]
     position: Position
     """where the run is once this row is consumed"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEnd:
+    """The rows of an optimizer step, over all ranks, end here."""
+
+    position: Position
+    num_tokens: int
+    num_anchors: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +108,15 @@ class Loader:
         dtype: torch.dtype,
         threads: int,
         start: Position,
+        share: Share | None = None,
     ) -> None:
         self._cache, self._schedule = cache, schedule
         self._rule, self._row, self._start = rule, row, start
+        self._share, self._ahead = share or Share(), frozenset(start.ahead)
         self._device, self._dtype, self._threads = device, dtype, threads
-        self._queue: queue.Queue[tuple[Batch, torch.cuda.Event | None] | BaseException | None] = (
-            queue.Queue(maxsize=_READY)
-        )
+        self._queue: queue.Queue[
+            tuple[Batch | StepEnd, torch.cuda.Event | None] | BaseException | None
+        ] = queue.Queue(maxsize=2 * _READY)  # every second one may be the end of a step
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, name="loader", daemon=True)
         self.wait_s = 0.0
@@ -119,39 +138,84 @@ class Loader:
                 self._queue.get(timeout=0.05)
 
     def __iter__(self) -> Iterator[Batch]:
+        for step in self.steps():
+            assert step is not None, "without patience there is always a step"
+            yield from step[0]
+
+    def steps(
+        self, patience_s: float | None = None
+    ) -> Iterator[tuple[list[Batch], StepEnd] | None]:
+        """Yield this rank's rows of each optimizer step, maybe none; None while rows are late."""
+        rows: list[Batch] = []
         while True:
             started = time.perf_counter()
-            item = self._queue.get()
-            self.wait_s += time.perf_counter() - started
+            try:
+                item = self._queue.get(timeout=patience_s)
+            except queue.Empty:
+                yield None
+                continue
+            finally:
+                self.wait_s += time.perf_counter() - started
             if item is None:
                 return
             if isinstance(item, BaseException):
                 raise item
-            batch, copied = item
+            part, copied = item
+            if isinstance(part, StepEnd):
+                yield rows, part
+                rows = []
+                continue
             if copied is not None:
-                _use_on_current_stream(batch, copied)
-            yield batch
+                _use_on_current_stream(part, copied)
+            rows.append(part)
 
     def _work(self) -> None:
         try:
             stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
             with ThreadPoolExecutor(self._threads) as pool, torch.cuda.stream(stream):
-                for batch in self._batches(pool):
+                for part in self._parts(pool):
                     if self._stopped.is_set():
                         return
-                    self._queue.put((batch, stream.record_event() if stream else None))
+                    self._queue.put((part, stream.record_event() if stream else None))
             self._queue.put(None)
         except BaseException as error:
             self._queue.put(error)
 
-    def _batches(self, pool: ThreadPoolExecutor) -> Iterator[Batch]:
-        decoding: deque[_Decoding] = deque()
+    def _parts(self, pool: ThreadPoolExecutor) -> Iterator[Batch | StepEnd]:
+        coming: deque[_Decoding | StepEnd] = deque()
+        num_decoding = 0
+        for part in self._own_rows():
+            if isinstance(part, StepEnd):
+                coming.append(part)
+            else:
+                coming.append(self._start_decoding(*part, pool))
+                num_decoding += 1
+            while num_decoding > _DECODING or (coming and isinstance(coming[0], StepEnd)):
+                first = coming.popleft()
+                num_decoding -= isinstance(first, _Decoding)
+                yield self._finish(first)
+        while coming:
+            yield self._finish(coming.popleft())
+
+    def _own_rows(self) -> Iterator[tuple[RowPlan, Position] | StepEnd]:
+        """Yield this rank's rows, and the end of every step that has rows of any rank."""
+        position, num_tokens, num_anchors = self._start, 0, 0
+
+        def end() -> StepEnd:
+            return StepEnd(position=position, num_tokens=num_tokens, num_anchors=num_anchors)
+
         for plan, position in self._rows():
-            decoding.append(self._start_decoding(plan, position, pool))
-            if len(decoding) > _DECODING:
-                yield self._finish(decoding.popleft())
-        while decoding:
-            yield self._finish(decoding.popleft())
+            number = position.rows - 1
+            if number not in self._ahead:
+                if self._share.takes(number):
+                    yield plan, position
+                num_tokens += int(self._cache.plan.lengths[list(plan.documents)].sum())
+                num_anchors += sum(len(anchors_A) for anchors_A in plan.anchors)
+            if num_tokens and self._share.ends_step(number):
+                yield end()
+                num_tokens = num_anchors = 0
+        if num_tokens:
+            yield end()
 
     def _rows(self) -> Iterator[tuple[RowPlan, Position]]:
         """Yield every row that is left, and the position after it."""
@@ -209,7 +273,9 @@ class Loader:
         ]
         return _Decoding(row=row, planes=planes, pieces=pieces, position=position)
 
-    def _finish(self, decoding: _Decoding) -> Batch:
+    def _finish(self, decoding: _Decoding | StepEnd) -> Batch | StepEnd:
+        if isinstance(decoding, StepEnd):
+            return decoding
         for piece in decoding.pieces:
             piece.result()
         features_SF = merge_planes(decoding.planes, self._device).to(self._dtype)

@@ -1,25 +1,29 @@
 """Checkpoints: a folder that other tools load as a DFlash drafter, and what a resume needs.
 
-Takes masters, optimizers and position; leaves `checkpoint-<step>/` with `model.safetensors` and
-`config.json` (z-lab's format), `training.safetensors` (fp32 masters, moments, RNG) and
-`trainer_state.json` (position, identity, settings, checksums). It appears whole or not at all.
+Takes a `Snapshot` and a position; leaves `checkpoint-<step>/` with `model.safetensors` and
+`config.json` (z-lab's format), `training.safetensors` (fp32 masters, moments, RNG), one
+`moments-<rank>.safetensors` of each rank where ranks step alone, and `trainer_state.json`
+(position, identity, settings, checksums). It appears whole or not at all.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 
 from hscache import files
-from hscache.errors import CacheMismatchError, ConfigError, ShardCorruptError
+from hscache.errors import CacheMismatchError, ConfigError, DiskFullError, ShardCorruptError
+from hscache.report import format_bytes
 from hscache.zarr_array import canonical_json, checksum_hex
 from trainer.config import DrafterConfig
 from trainer.drafter import Drafter
@@ -31,6 +35,8 @@ from trainer.speculators_format import (
     drafter_tensor_names,
     is_speculators,
 )
+from trainer.sync import OuterStep
+from trainer.tensor_file import file_checksum, write_tensors
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 MODEL, CONFIG, TRAINING, STATE = (
@@ -53,6 +59,10 @@ class TrainerState:
     empty_windows: int
     window: list[dict[str, Any]]
     """figures of the steps that no line of metrics covers yet"""
+    logged_step: int
+    """the step of the last line of metrics"""
+    moment_ranks: int
+    """files of moments, one of each rank; 0 where the moments are the same on all"""
     total_tokens: int
     cache: dict[str, Any]
     """identity of the cache"""
@@ -62,40 +72,123 @@ class TrainerState:
     """settings that decide the result"""
 
 
-def save_checkpoint(
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Copies on the host of what a rank writes; training may go on while they are written."""
+
+    masters: dict[str, torch.Tensor]
+    """fp32 weights by name; empty where another rank writes them"""
+    moments: dict[str, torch.Tensor]
+    """`optimizer.<key>.<name>`"""
+    outer_momenta: dict[str, torch.Tensor]
+    """diloco's, by name; its anchors are the masters, since ranks save when they meet"""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        parts = (self.masters, self.moments, self.outer_momenta)
+        return sum(tensor.nbytes for part in parts for tensor in part.values())
+
+
+def take_snapshot(
+    masters: Masters,
+    optimizers: Sequence[torch.optim.Optimizer],
+    outer: OuterStep | None = None,
+    *,
+    with_masters: bool = True,
+) -> Snapshot:
+    """Copy a rank's state to the host; waits for the device."""
+    moments = {}
+    for name, parameter in masters.by_name.items():
+        for optimizer in optimizers:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                moments[f"optimizer.{key}.{name}"] = _host_copy(value)
+    weights = masters.by_name if with_masters else {}
+    momenta = zip(masters.by_name, outer.momenta, strict=True) if outer and with_masters else ()
+    return Snapshot(
+        masters={name: _host_copy(value) for name, value in weights.items()},
+        moments=moments,
+        outer_momenta={name: _host_copy(value) for name, value in momenta},
+    )
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def checkpoint_bytes(
+    num_parameters: int, *, dtype_bytes: int, num_moments: int, mode: str, num_ranks: int
+) -> int:
+    """Predict the size of a checkpoint: weights for serving, fp32 masters, fp32 moments.
+
+    In local modes every rank has moments of its own; diloco adds a momentum (its anchors are the
+    masters). AdamW has 2 moments of a parameter, Muon 1 (its norms' second is not counted).
+    """
+    moments = 4 * num_moments * num_parameters
+    weights = (dtype_bytes + 4) * num_parameters
+    if num_ranks == 1 or mode == "ddp":
+        return weights + moments
+    outer = 4 * num_parameters if mode == "diloco" else 0
+    return weights + num_ranks * moments + outer
+
+
+def require_space(run_dir: Path, size_bytes: int) -> None:
+    """Raise DiskFullError when a checkpoint of that size does not fit on the run's disk."""
+    folder = run_dir
+    while not folder.exists():
+        folder = folder.parent
+    status = os.statvfs(folder)
+    if status.f_bavail * status.f_frsize < size_bytes:
+        raise DiskFullError(
+            f"disk full: a checkpoint of {run_dir} takes {format_bytes(size_bytes)}, and there are "
+            f"{files.free_space(folder)}. The checkpoints before it are intact; free some space "
+            "and continue with --resume, or give another --run-dir."
+        )
+
+
+def moments_file(rank: int) -> str:
+    """Return the name of a rank's file of moments."""
+    return f"moments-{rank:04}.safetensors"
+
+
+def write_checkpoint(
     run_dir: Path,
     config: DrafterConfig,
-    masters: Masters,
-    optimizers: list[torch.optim.Optimizer],
+    snapshot: Snapshot,
     state: TrainerState,
     *,
     target_config: dict[str, Any],
     dtype: torch.dtype,
     keep: int,
+    others: Callable[[Path], dict[str, str]] = lambda folder: {},
 ) -> Path:
     """Write `checkpoint-<step>` atomically, then delete all but the newest `keep`.
 
-    Raises DiskFullError; the checkpoints before it are then untouched.
+    `others` lets the other ranks write into the folder meanwhile; it returns when they have, with
+    their files' checksums. Raises DiskFullError; the checkpoints before it are then untouched.
     """
-    weights = {k: v.detach().cpu().contiguous() for k, v in masters.by_name.items()}
-    training = {f"master.{name}": value for name, value in weights.items()}
-    for name, parameter in masters.by_name.items():
-        for optimizer in optimizers:
-            for key, value in optimizer.state.get(parameter, {}).items():
-                training[f"optimizer.{key}.{name}"] = value.detach().cpu().contiguous()
+    copies = max(1, state.moment_ranks)
+    moments_bytes = sum(tensor.nbytes for tensor in snapshot.moments.values())
+    require_space(run_dir, snapshot.size_bytes + (copies - 1) * moments_bytes)
+    training = {f"master.{name}": value for name, value in snapshot.masters.items()}
+    training |= {f"outer.momentum.{name}": v for name, v in snapshot.outer_momenta.items()}
     training["rng"] = torch.get_rng_state()
-    model = {name: value.to(dtype) for name, value in weights.items()}
-    model_config = drafter_json(config, target_config, dtype)
+    if state.moment_ranks == 0:
+        training |= snapshot.moments
+    model_config = json.dumps(drafter_json(config, target_config, dtype), indent=2).encode()
     final = run_dir / f"checkpoint-{state.step}"
     with files.temporary_folder(run_dir) as folder:
         checksums = {}
-        for name, data in (
-            (TRAINING, save(training)),
-            (MODEL, save(model, metadata={"format": "pt"})),
-            (CONFIG, json.dumps(model_config, indent=2).encode()),
-        ):
-            files.write_durable(folder / name, data)
-            checksums[name] = checksum_hex(data)
+        if state.moment_ranks:
+            name = moments_file(0)
+            checksums[name] = write_tensors(folder / name, snapshot.moments)
+        checksums[TRAINING] = write_tensors(folder / TRAINING, training)
+        checksums[MODEL] = write_tensors(
+            folder / MODEL, snapshot.masters, dtype=dtype, metadata={"format": "pt"}
+        )
+        files.write_durable(folder / CONFIG, model_config)
+        checksums[CONFIG] = checksum_hex(model_config)
+        checksums |= others(folder)
         record = {**asdict(state), "checksums": checksums}
         sealed = {**record, "crc32c": checksum_hex(canonical_json(record))}
         files.write_durable(folder / STATE, canonical_json(sealed))
@@ -128,16 +221,34 @@ def resolve_checkpoint(path: Path) -> Path:
     return checkpoints[-1]
 
 
-def read_state(checkpoint: Path) -> TrainerState:
-    """Read a checkpoint's state, and check all of its files against their checksums.
+def read_state(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1) -> TrainerState:
+    """Read a checkpoint's state, and check its files against their checksums.
 
-    Raises ShardCorruptError naming the file that is missing, cut or changed.
+    Rank 0 checks all of them, the others what they load. Raises ShardCorruptError naming the file
+    that is missing, cut or changed.
     """
     record = _read_record(checkpoint)
     checksums = record.pop("checksums")
-    for name in (CONFIG, MODEL, TRAINING):
-        _require_checksum(checkpoint / name, checksums[name])
-    return TrainerState(**{**record, "position": Position(**record["position"])})
+    try:
+        state = TrainerState(**{**record, "position": Position(**record["position"])})
+    except TypeError as error:
+        raise CacheMismatchError(
+            f"{checkpoint} was written by another version of trainer ({error}). Resume it with "
+            "that version, or start anew with --init-from."
+        ) from error
+    loaded = {TRAINING, *_moment_files(state, rank, num_ranks)}
+    for name in sorted(checksums):
+        if rank == 0 or name in loaded:
+            _require_checksum(checkpoint / name, checksums[name])
+    return state
+
+
+def _moment_files(state: TrainerState, rank: int, num_ranks: int) -> list[str]:
+    if state.moment_ranks == 0:
+        return [TRAINING]
+    if state.moment_ranks == num_ranks:
+        return [moments_file(rank)]
+    return [moments_file(other) for other in range(state.moment_ranks)]
 
 
 def _read_record(checkpoint: Path) -> dict[str, Any]:
@@ -153,7 +264,7 @@ def _read_record(checkpoint: Path) -> dict[str, Any]:
 
 def _require_checksum(path: Path, checksum: str) -> None:
     try:
-        found = checksum_hex(path.read_bytes())
+        found = file_checksum(path)
     except OSError as error:
         raise _damaged(path, str(error)) from error
     if found != checksum:
@@ -167,19 +278,53 @@ def _damaged(path: Path, reason: str) -> ShardCorruptError:
     )
 
 
-def restore(checkpoint: Path, masters: Masters, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Load masters, moments and RNG."""
+def restore(
+    checkpoint: Path,
+    state: TrainerState,
+    masters: Masters,
+    optimizers: Sequence[torch.optim.Optimizer],
+    outer: OuterStep | None = None,
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> None:
+    """Load masters, moments, RNG and outer momentum.
+
+    As many ranks as wrote the checkpoint get their own moments back, another number their mean.
+    """
     tensors = load_file(checkpoint / TRAINING)
-    masters.load(
-        {k.removeprefix("master."): v for k, v in tensors.items() if k.startswith("master.")}
-    )
+    masters.load(_with_prefix(tensors, "master."))
     owner = {id(p): o for o in optimizers for group in o.param_groups for p in group["params"]}
-    for full_name, value in tensors.items():
-        if full_name.startswith("optimizer."):
-            _, key, name = full_name.split(".", 2)
-            parameter = masters.by_name[name]
-            owner[id(parameter)].state[parameter][key] = value.to(parameter.device)
+    moments = _mean_moments([checkpoint / n for n in _moment_files(state, rank, num_ranks)])
+    for full_name, value in moments.items():
+        _, key, name = full_name.split(".", 2)
+        parameter = masters.by_name[name]
+        owner[id(parameter)].state[parameter][key] = value.to(parameter.device)
     torch.set_rng_state(tensors["rng"])
+    if outer is not None:
+        outer.reset(masters.parameters)
+        momenta = _with_prefix(tensors, "outer.momentum.")
+        for name, momentum in zip(masters.by_name, outer.momenta, strict=True):
+            if name in momenta:  # a run of one rank had none
+                momentum.copy_(momenta[name])
+
+
+def _with_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
+def _mean_moments(paths: list[Path]) -> dict[str, torch.Tensor]:
+    # A rank that has never made a step has no moments, and does not count.
+    sums: dict[str, torch.Tensor] = {}
+    counts: dict[str, int] = {}
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  it is no dict
+                if name.startswith("optimizer."):
+                    value = file.get_tensor(name)
+                    sums[name] = sums[name] + value if name in sums else value
+                    counts[name] = counts.get(name, 0) + 1
+    return {name: value / counts[name] for name, value in sums.items()}
 
 
 def load_drafter(checkpoint: Path, *, num_target_layers: int | None = None) -> Drafter:

@@ -230,6 +230,37 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SyncConfig:
+    """How several ranks keep one drafter; with one rank every mode is plain training."""
+
+    mode: Literal["ddp", "average", "broadcast", "diloco"] = "average"
+    """ddp adds gradients at every step. In the others ranks step alone, meet every local_steps, and
+    average weights, take rank 0's (the others' work is lost), or step along the average (diloco).
+    """
+    local_steps: int = 100
+    """Optimizer steps between two meetings; ddp ignores it."""
+    outer_lr: float = 0.7
+    """Learning rate of diloco's outer step."""
+    outer_momentum: float = 0.9
+    """Nesterov momentum of diloco's outer step."""
+    timeout_s: float = 600.0
+    """Ranks that wait longer than this for another end the run; allow local_steps of the
+    slowest."""
+
+    def __post_init__(self) -> None:
+        if self.local_steps < 1:
+            raise ConfigError(f"local_steps: found {self.local_steps}, expected at least 1.")
+        if not 0 < self.outer_lr < math.inf:
+            raise ConfigError(f"outer_lr: found {self.outer_lr}, expected a number above 0.")
+        if not 0 <= self.outer_momentum < 1:
+            raise ConfigError(
+                f"outer_momentum: found {self.outer_momentum}, expected 0 to below 1."
+            )
+        if not 1 <= self.timeout_s < math.inf:
+            raise ConfigError(f"timeout_s: found {self.timeout_s}, expected at least 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class FitConfig:
     """Train a drafter from a cache, without the target."""
 
@@ -243,6 +274,8 @@ class FitConfig:
     """The loss."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer."""
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    """Several ranks (torchrun, accelerate launch, srun)."""
     passes: int = 6
     """How often every training shard is read, each time with fresh anchors."""
     row_tokens: int = 4096
@@ -250,7 +283,8 @@ class FitConfig:
     anchors_per_row: int = 512
     """Blocks trained per row."""
     global_batch_rows: int = 8
-    """Rows in an optimizer step; they are accumulated one by one."""
+    """Rows in an optimizer step, over all ranks and in every sync mode: each of R ranks takes one
+    in R and accumulates its rows one by one."""
     seed: int = 0
     """Seed of initial weights, order and anchors."""
     dtype: Dtype = "bfloat16"
@@ -268,11 +302,12 @@ class FitConfig:
     allow_partial: bool = False
     """Train on the published shards of an unfinished cache; says so and records which."""
     checkpoint_every: int = 1000
-    """Optimizer steps between checkpoints; the last step always writes one."""
+    """Optimizer steps between checkpoints, which wait for the next meeting of the ranks; the last
+    step always writes one."""
     keep_checkpoints: int = 2
     """Older ones are deleted."""
     log_every: int = 10
-    """Optimizer steps between lines of metrics.jsonl."""
+    """Optimizer steps between lines of metrics.jsonl; ranks that step alone write at meetings."""
     log_with: Literal["none", "tensorboard", "wandb", "trackio", "mlflow"] = "none"
     """Also report to one of accelerate's trackers."""
 

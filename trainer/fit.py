@@ -1,84 +1,111 @@
 """`trainer fit`: train a drafter from a cache, without the target.
 
-Takes a `FitConfig`; reads rows in their fixed order, accumulates gradients over `global_batch_rows`
-of them, steps, logs, and leaves checkpoints that serving engines load and a resume continues bit
-for bit on a CPU.
+Takes a `FitConfig` and the launcher's environment; checks everything before the ranks meet, then
+hands over to the loop. Leaves checkpoints that serving engines load and a resume continues bit for
+bit on a CPU. Only rank 0 writes files, but for the moments of ranks that step alone.
 
     trainer fit --config configs/demo-fit.yaml --shards /nvme/cache
+    torchrun --nproc-per-node 4 --no-python trainer fit --config configs/fit-qwen3-8b.yaml ...
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
 import logging
 import os
 import platform
 import shutil
-import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from hscache import __version__, files
-from hscache.device import DTYPES, choose_device
-from hscache.errors import CacheMismatchError, ConfigError, HscacheError, StoppedBySignal
-from hscache.progress import Progress, configure_logging
-from hscache.report import format_table
-from hscache.settings import save_config, to_dict
-from hscache.signals import stop_requested
-from trainer.batches import Batch, Loader
-from trainer.checkpoint import list_checkpoints, read_state
+from hscache.device import choose_device
+from hscache.errors import CacheMismatchError, ConfigError, HscacheError
+from hscache.progress import configure_logging
+from hscache.settings import save_config
+from hscache.zarr_array import canonical_json, checksum_hex
+from trainer.checkpoint import list_checkpoints, read_state, require_space
 from trainer.config import FitConfig
-from trainer.metrics import MetricsLog, Window
-from trainer.run_plan import RunPlan, describe, plan_run
-from trainer.training import (
-    Training,
-    resume_training,
-    save_training,
-    start_training,
-)
+from trainer.loop import train
+from trainer.ranks import RankLostError, Ranks, connected, launch_of
+from trainer.run_plan import RunPlan, checkpoint_size, describe, plan_run
+from trainer.training import Training, resume_training, start_training, training_state
 
 log = logging.getLogger(__name__)
 
 
 def run(config: FitConfig, *, dry_run: bool = False) -> int:
     """Run the command; with `dry_run` print the batch arithmetic and touch nothing."""
-    configure_logging()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: training on several ranks is not supported "
-            "yet. Start one process without torchrun."
-        )
-    if dry_run:
+    launch = launch_of(os.environ)
+    configure_logging(launch.rank)
+    try:
+        if not dry_run:
+            with connected(launch, config.sync.timeout_s) as ranks:
+                fit(config, ranks)
+            return 0
         choose_device(config.device)
         checkpoint = _starting_point(config)
-        if checkpoint is not None:
-            print(f"would resume {checkpoint} at step {read_state(checkpoint).step:,}")
-        print(describe(plan_run(config)))
-        return 0
-    fit(config)
+        resumed = read_state(checkpoint) if checkpoint else None
+        if launch.rank == 0:
+            if resumed is not None:
+                print(f"would resume {checkpoint} at step {resumed.step:,}")
+            print(describe(plan_run(config), launch.num_ranks))
+    except HscacheError as error:
+        if launch.num_ranks > 1:
+            error.args = (f"rank {launch.rank} of {launch.num_ranks}: {error.args[0]}",)
+        raise
     return 0
 
 
-def fit(config: FitConfig) -> Path:
-    """Train and return the folder of the last checkpoint.
+def fit(config: FitConfig, ranks: Ranks | None = None) -> Path:
+    """Train and return the folder of the last checkpoint; every rank calls this.
 
     Raises StoppedBySignal after a checkpoint when SIGTERM or Ctrl-C came, HscacheError when the
-    loss is no longer finite.
+    loss is no longer finite, RankLostError naming the checkpoint when another rank is gone.
     """
+    ranks = ranks or Ranks()
     device = choose_device(config.device)
     checkpoint = _starting_point(config)
     if checkpoint is None:
         run = plan_run(config)
-        training = start_training(run, device)
+        training = start_training(run, device, ranks)
     else:
-        found = read_state(checkpoint)
+        found = read_state(checkpoint, rank=ranks.rank, num_ranks=ranks.num_ranks)
         run = plan_run(config, recorded_shards=found.schedule["shards"])
-        training = resume_training(run, device, checkpoint, found)
+        training = resume_training(run, device, checkpoint, found, ranks)
         log.info("resuming %s at step %d", checkpoint, training.step)
+    try:
+        ranks.join(device)
+        _require_same_start(run, training)
+        if not ranks.is_first:
+            return train(run, training, device, checkpoint)
+        with _as_only_writer(run, checkpoint, ranks):
+            return train(run, training, device, checkpoint)
+    except RankLostError as error:
+        saved = list_checkpoints(config.run_dir)
+        advice = f"Continue from {saved[-1]} with --resume." if saved else "No checkpoint is there."
+        raise RankLostError(f"{error} {advice}") from error
+
+
+def _require_same_start(run: RunPlan, training: Training) -> None:
+    """Raise CacheMismatchError unless all ranks read and compute the same from the same weights."""
+    state = {**asdict(training_state(run, training)), "moment_ranks": 0}
+    number = int(checksum_hex(canonical_json(state)), 16)
+    training.ranks.require_equal(
+        number, "the ranks were started with other settings, on another cache or another checkpoint"
+    )
+    training.require_equal_weights()
+
+
+@contextlib.contextmanager
+def _as_only_writer(run: RunPlan, checkpoint: Path | None, ranks: Ranks) -> Iterator[None]:
+    """Open the run's folder for writing, and say what is about to be done."""
+    config = run.config
     files.make_folder(config.run_dir)
     with files.only_writer(config.run_dir / "lock", str(config.run_dir)):
         if _starting_point(config) != checkpoint:
@@ -87,93 +114,25 @@ def fit(config: FitConfig) -> Path:
                 "Run the command again."
             )
         _remove_leftovers(config.run_dir)
+        require_space(config.run_dir, checkpoint_size(run, ranks.num_ranks))
         save_config(config, config.run_dir / "config.json")
-        _save_environment(config.run_dir)
-        print(describe(run))
-        return _train(run, training, device, checkpoint)
+        _save_environment(config.run_dir, ranks.num_ranks)
+        print(describe(run, ranks.num_ranks))
+        _warn_of_waste(config, ranks.num_ranks)
+        yield
 
 
-def _train(run: RunPlan, training: Training, device: torch.device, saved: Path | None) -> Path:
-    """Step through the rows that are left; `saved` is the checkpoint the run starts from."""
-    config = run.config
-    loader = Loader(
-        run.cache,
-        run.schedule,
-        rule=run.rule,
-        row=run.row,
-        device=device,
-        dtype=DTYPES[config.dtype],
-        threads=config.threads,
-        start=training.position,
-    )
-    metrics = MetricsLog(
-        config.run_dir,
-        after_step=training.step - training.window.num_steps,
-        log_with=config.log_with,
-        config=to_dict(config),
-    )
-    progress = Progress(run.total_tokens, unit="tokens", label="fit", initial=training.tokens)
-    with stop_requested() as stop, metrics, loader, progress:
-        shown: dict[str, float | str] = {}
-        groups = _groups(loader, config.global_batch_rows)
-        while group := _next_group(groups, run, training, saved):
-            training.update(group)
-            if training.step % config.log_every == 0:
-                shown = _log(training, metrics, loader)
-            progress.advance(sum(batch.num_tokens for batch in group), **shown)
-            signum = stop()
-            if training.step % config.checkpoint_every == 0 or signum is not None:
-                saved = save_training(run, training)
-            if signum is not None:
-                raise StoppedBySignal(
-                    f"stopped by {signal.Signals(signum).name} after step {training.step}; saved "
-                    f"{saved}. Continue with --resume.",
-                    signum=signum,
-                )
-        if training.window.num_steps:
-            _log(training, metrics, loader)
-        if saved is None or saved.name != f"checkpoint-{training.step}":
-            saved = save_training(run, training)
-    print(_summary(run, training, saved, progress.mean_rate))
-    return saved
-
-
-def _groups(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
-    """Yield `size` rows at a time; the last group may have fewer."""
-    rows = iter(batches)
-    while group := list(itertools.islice(rows, size)):
-        yield group
-
-
-def _next_group(
-    groups: Iterator[list[Batch]], run: RunPlan, training: Training, saved: Path | None
-) -> list[Batch] | None:
-    """Return the next rows, None at the end; if they cannot be read, save before giving up."""
-    try:
-        return next(groups, None)
-    except (HscacheError, OSError):
-        if training.step and (saved is None or saved.name != f"checkpoint-{training.step}"):
-            log.error("the next rows cannot be read; saving step %d first", training.step)
-            save_training(run, training)
-        raise
-
-
-def _log(training: Training, metrics: MetricsLog, loader: Loader) -> dict[str, float | str]:
-    """Write a line of metrics, start a new window, and return what the progress line shows."""
-    values = training.window.values(loader.wait_s)
-    metrics.log(
-        training.step,
-        **values,
-        **{
-            "train/lr": training.rate,
-            "train/tokens": training.tokens,
-            "train/empty_windows": training.empty_windows,
-        },
-    )
-    training.window = Window()
-    loader.wait_s = 0.0
-    loss = values["train/loss"]
-    return {"loss": "-" if loss is None else f"{loss:.3f}", "lr": f"{training.rate:.1e}"}
+def _warn_of_waste(config: FitConfig, num_ranks: int) -> None:
+    if config.global_batch_rows % num_ranks:
+        log.warning(
+            "global_batch_rows %d is no multiple of %d ranks: some wait while others work",
+            config.global_batch_rows, num_ranks,
+        )  # fmt: skip
+    if num_ranks > 1 and config.sync.mode == "broadcast":
+        log.warning(
+            "sync.mode broadcast keeps rank 0's weights: what the other %d ranks learn is thrown "
+            "away at every meeting", num_ranks - 1,
+        )  # fmt: skip
 
 
 def _starting_point(config: FitConfig) -> Path | None:
@@ -188,13 +147,14 @@ def _starting_point(config: FitConfig) -> Path | None:
     return checkpoints[-1] if checkpoints else None
 
 
-def _save_environment(run_dir: Path) -> None:
+def _save_environment(run_dir: Path, num_ranks: int) -> None:
     """Record what a rerun would need to be the same; a CPU run also needs as many threads."""
     record = {
         "hscache": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
+        "ranks": num_ranks,
         "machine": f"{platform.machine()} {platform.node()}",
         "command": sys.argv,
     }
@@ -208,16 +168,3 @@ def _remove_leftovers(run_dir: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def _summary(run: RunPlan, training: Training, saved: Path, rate: float) -> str:
-    return format_table(
-        ["trained", str(run.config.run_dir)],
-        [
-            ["steps", f"{training.step:,}"],
-            ["tokens", f"{training.tokens:,} context tokens, {training.anchors:,} anchors"],
-            ["tokens/s", f"{rate:,.0f}"],
-            ["updates skipped", f"{training.empty_windows} (nothing supervised)"],
-            ["checkpoint", str(saved)],
-        ],
-    )

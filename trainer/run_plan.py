@@ -12,11 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hscache.device import DTYPES
 from hscache.errors import CacheIncompleteError, ConfigError
 from hscache.reader import Cache, open_cache
-from hscache.report import format_table
+from hscache.report import format_bytes, format_table
 from trainer.anchors import coverage
 from trainer.batches import RowSettings
+from trainer.checkpoint import checkpoint_bytes
 from trainer.config import DrafterConfig, FitConfig, LossConfig, num_parameters
 from trainer.frozen import drafter_config
 from trainer.rows import decayed_weights
@@ -154,7 +156,26 @@ def _training_documents(
     }
 
 
-def describe(run: RunPlan) -> str:
+def checkpoint_size(run: RunPlan, num_ranks: int) -> int:
+    """Predict the bytes of one checkpoint of this run."""
+    return checkpoint_bytes(
+        num_parameters(run.drafter),
+        dtype_bytes=DTYPES[run.config.dtype].itemsize,
+        num_moments=1 if run.config.optim.name == "muon" else 2,
+        mode=run.config.sync.mode,
+        num_ranks=num_ranks,
+    )
+
+
+def _describe_ranks(config: FitConfig, num_ranks: int) -> str:
+    if num_ranks == 1:
+        return "1"
+    sync = config.sync
+    meet = "every step" if sync.mode == "ddp" else f"every {sync.local_steps:,} steps"
+    return f"{num_ranks}, {sync.mode} {meet}"
+
+
+def describe(run: RunPlan, num_ranks: int = 1) -> str:
     """Return the batch arithmetic as a table."""
     config, drafter = run.config, run.drafter
     layers = list(drafter.target_layer_ids)
@@ -167,11 +188,13 @@ def describe(run: RunPlan) -> str:
             ["shards", f"{len(run.schedule.shards)} x {config.passes} passes"],
             ["tokens", f"{run.total_tokens:,} over all passes"],
             ["row", f"{config.row_tokens:,} tokens, {config.anchors_per_row} anchors"],
-            ["step", f"{config.global_batch_rows} rows accumulated"],
+            ["ranks", _describe_ranks(config, num_ranks)],
+            ["step", f"{config.global_batch_rows} rows over all ranks, accumulated"],
             ["steps", f"at least {steps:,}"],
             ["coverage", f"{run.coverage:.2f} scorings per supervised token and pass"],
             ["loss", f"{config.loss.labels} labels, {_weighting(run)}"],
             ["learning rate", f"{config.optim.lr:g}, {config.optim.schedule}, {config.dtype}"],
+            ["checkpoint", format_bytes(checkpoint_size(run, num_ranks))],
         ],
     )
 

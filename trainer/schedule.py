@@ -8,7 +8,7 @@ same rows in the same order (design.md section 5).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -158,11 +158,19 @@ def _shuffled(count: int, seed: int, tick: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a run is: rows consumed in all, and the same as tick and row within it."""
+    """Where a run is: rows are numbered over all ticks, and the first `rows` of them are consumed.
+
+    `tick` and `row_in_tick` say the same without counting. `ahead` are the numbers of later rows
+    that are consumed too: ranks that do not wait for each other are rarely stopped at one row.
+    """
 
     rows: int = 0
     tick: int = 0
     row_in_tick: int = 0
+    ahead: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ahead", tuple(self.ahead))  # JSON has lists
 
 
 def positions(rows_in_tick: int, start: Position) -> Iterator[Position]:
@@ -173,3 +181,39 @@ def positions(rows_in_tick: int, start: Position) -> Iterator[Position]:
             yield Position(rows=rows, tick=start.tick + 1)
         else:
             yield Position(rows=rows, tick=start.tick, row_in_tick=done)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Which rows a rank takes, and after which rows an optimizer step ends; for every sync mode.
+
+    Row n belongs to rank n mod `num_ranks` and to step n // `rows_per_step`: nothing but the number
+    of the row decides, so any number of ranks may continue what any other number began.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+    rows_per_step: int = 1
+
+    def takes(self, row: int) -> bool:
+        """Say whether the row of that number is this rank's."""
+        return row % self.num_ranks == self.rank
+
+    def ends_step(self, row: int) -> bool:
+        """Say whether an optimizer step ends with the row of that number."""
+        return (row + 1) % self.rows_per_step == 0
+
+
+def joint_position(reached: Sequence[Position], before: Position) -> Position:
+    """Return where a run is whose rank r has consumed its rows up to `reached[r]`.
+
+    `before` is where these ranks started: what was ahead there is consumed as well.
+    """
+    first = min(reached, key=lambda position: position.rows)
+    ahead = {
+        row
+        for row in range(first.rows, max(position.rows for position in reached))
+        if row < reached[row % len(reached)].rows
+    }
+    ahead.update(row for row in before.ahead if row >= first.rows)
+    return replace(first, ahead=tuple(sorted(ahead)))

@@ -1,7 +1,8 @@
 """A run in progress: drafter, optimizers and counters, moved together one optimizer step at a time.
 
-Takes a `RunPlan` and groups of rows; hands checkpoints their state. A step sums the loss over the
-rows of its group and divides once by the group's weight, however the rows are cut.
+Takes a `RunPlan` and this rank's rows of a step; hands checkpoints their state. A step sums the
+loss over its rows and divides once by their weight, however they are cut: over all ranks in `ddp`,
+over the rank's own where ranks step alone between two meetings.
 
 Axes: N blocks, B block slots, M scored slots, H hidden.
 """
@@ -15,27 +16,31 @@ from typing import Any
 import torch
 
 from hscache.device import DTYPES
-from hscache.errors import CacheMismatchError
+from hscache.errors import CacheMismatchError, HscacheError
 from hscache.manifest import identity_diff
 from hscache.settings import to_dict
 from trainer.attention import Backend, training_backend
-from trainer.batches import Batch
+from trainer.batches import Batch, StepEnd
 from trainer.checkpoint import (
     TrainerState,
     load_drafter,
     require_same_run,
     restore,
-    save_checkpoint,
+    take_snapshot,
+    write_checkpoint,
 )
-from trainer.config import OptimConfig
+from trainer.checkpoint_writer import CheckpointWriter, gather_moments, write_moments
+from trainer.config import OptimConfig, SyncConfig
 from trainer.drafter import Drafter
 from trainer.frozen import FrozenTarget, initial_norm, load_frozen, target_config
 from trainer.masters import Masters
 from trainer.metrics import StepFigures, Window
 from trainer.optim import learning_rate, make_optimizers, scale_gradients
+from trainer.ranks import Ranks
 from trainer.row_loss import Weighting, row_loss
 from trainer.run_plan import RunPlan
-from trainer.schedule import Position
+from trainer.schedule import Position, joint_position
+from trainer.sync import OuterStep, checksum, make_outer, synchronise
 
 _SETTINGS = ("optim", "row_tokens", "anchors_per_row", "global_batch_rows", "seed", "dtype")
 """Settings that decide the result; others may change on resume."""
@@ -44,6 +49,20 @@ _SETTINGS = ("optim", "row_tokens", "anchors_per_row", "global_batch_rows", "see
 # A CPU keeps a chunk's logits near its caches. A GPU wants products with as many rows as fit: all
 # of a row's slots at the published sizes (512 x 15), 4 GB of logits at a vocabulary of 248,320.
 _CPU_CHUNK, _GPU_CHUNK = 512, 8192
+
+
+@dataclass(kw_only=True)
+class Work:
+    """What a rank has done since the last meeting."""
+
+    num_steps: int = 0
+    tokens: int = 0
+    anchors: int = 0
+    empty_windows: int = 0
+    weight_sum: float = 0.0
+    num_scored: int = 0
+    sums: list[torch.Tensor] = field(default_factory=list)
+    """[loss sum, right predictions, gradient norm] of each update, on the device"""
 
 
 @dataclass(kw_only=True)
@@ -62,18 +81,38 @@ class Training:
     """how blocks attend"""
     weighting: Weighting = "decay"
     """how the scored slots of a block weigh"""
+    ranks: Ranks = field(default_factory=Ranks)
+    sync: SyncConfig = field(default_factory=SyncConfig)
     optimizers: list[torch.optim.Optimizer] = field(init=False)
+    outer: OuterStep | None = field(init=False)
     step: int = 0
     position: Position = field(default_factory=Position)
+    """of all ranks; of this one while it steps alone"""
     tokens: int = 0
-    """context tokens consumed"""
+    """context tokens consumed, over all ranks; exact at a meeting, and before it as if all ranks
+    were at the same step"""
     anchors: int = 0
     empty_windows: int = 0
     """steps in which nothing was supervised, and nothing was updated"""
     window: Window = field(default_factory=Window)
+    logged_step: int = 0
+    """the step of the last line of metrics"""
 
     def __post_init__(self) -> None:
         self.optimizers = make_optimizers(self.masters.parameters, self.optim)
+        self.outer = None if self.together else make_outer(self.masters.parameters, self.sync)
+        self.begin()
+
+    def begin(self) -> None:
+        """Take the counters as they are for those of a meeting; after a change from outside."""
+        self.work = Work()
+        self._start = self._reached = self.position
+        self._met = (self.step, self.tokens, self.anchors)
+
+    @property
+    def together(self) -> bool:
+        """Whether every optimizer step is one of all ranks; also if there is only one."""
+        return self.ranks.alone or self.sync.mode == "ddp"
 
     @property
     def rate(self) -> float:
@@ -88,11 +127,55 @@ class Training:
             decay_fraction=self.optim.decay_fraction,
         )
 
-    def update(self, group: list[Batch]) -> None:
-        """Accumulate the gradients of a group of rows in fp32 and step once."""
-        weight_sum = sum(batch.weight_sum for batch in group)
+    def update(self, rows: list[Batch], end: StepEnd | None = None) -> None:
+        """Accumulate the gradients of this rank's rows in fp32 and step once.
+
+        `end` describes the step over all ranks; without it these are all of its rows. In `ddp`
+        every rank must call this for every step, also without rows.
+        """
+        end = end or StepEnd(
+            position=rows[-1].position,
+            num_tokens=sum(batch.num_tokens for batch in rows),
+            num_anchors=sum(batch.num_anchors for batch in rows),
+        )
+        self.step += 1
+        self._reached = end.position
+        self.position = joint_position([end.position], self._start)
+        self.tokens += end.num_tokens
+        self.anchors += end.num_anchors
+        weight_sum = sum(batch.weight_sum for batch in rows)
+        num_scored = sum(len(batch.labels_M) for batch in rows)
+        sums = self._accumulate(rows)
+        if self.together:
+            weight_sum, num_scored = self._add_over_ranks(weight_sum, num_scored, sums)
+        update = None
+        if weight_sum > 0:
+            norm = self.apply_gradients(weight_sum)
+            update = torch.cat([sums, norm.double()[None]])
+        if self.together:
+            self.empty_windows += update is None
+            self.window.add(
+                self.step,
+                tokens=end.num_tokens,
+                anchors=end.num_anchors,
+                weight_sum=weight_sum,
+                num_scored=num_scored,
+                sums=update,
+            )
+            return
+        self.work.num_steps += 1
+        self.work.tokens += sum(batch.num_tokens for batch in rows)
+        self.work.anchors += sum(batch.num_anchors for batch in rows)
+        self.work.weight_sum += weight_sum
+        self.work.num_scored += num_scored
+        self.work.empty_windows += update is None
+        if update is not None:
+            self.work.sums.append(update)
+
+    def _accumulate(self, rows: list[Batch]) -> torch.Tensor:
+        """Add the gradients of the rows; return [loss sum, right predictions], fp64."""
         losses, corrects = [], []
-        for batch in group:
+        for batch in rows:
             if batch.weight_sum == 0:
                 continue
             loss_sum, correct = row_loss(
@@ -106,28 +189,25 @@ class Training:
             loss_sum.backward()
             losses.append(loss_sum.detach())
             corrects.append(correct)
-        self.step += 1
-        self.position = group[-1].position
-        num_tokens = sum(batch.num_tokens for batch in group)
-        num_anchors = sum(batch.num_anchors for batch in group)
-        self.tokens += num_tokens
-        self.anchors += num_anchors
-        sums = None
-        if losses:
-            norm = self.apply_gradients(weight_sum)
-            sums = torch.stack(
-                [torch.stack(losses).double().sum(), torch.stack(corrects).sum(), norm.double()]
-            )
-        else:
-            self.empty_windows += 1
-        self.window.add(
-            self.step,
-            tokens=num_tokens,
-            anchors=num_anchors,
-            weight_sum=weight_sum,
-            num_scored=sum(len(batch.labels_M) for batch in group),
-            sums=sums,
-        )
+        if not losses:
+            device = self.masters.parameters[0].device
+            return torch.zeros(2, dtype=torch.float64, device=device)
+        return torch.stack([torch.stack(losses).double().sum(), torch.stack(corrects).sum()])
+
+    def _add_over_ranks(
+        self, weight_sum: float, num_scored: int, sums: torch.Tensor
+    ) -> tuple[float, int]:
+        """Replace gradients and `sums` by those of all ranks; return weight and slots of all."""
+        if self.ranks.alone:
+            return weight_sum, num_scored
+        weight_sum, scored = self.ranks.add_numbers([weight_sum, num_scored])
+        if weight_sum > 0:
+            for parameter in self.masters.parameters:
+                if parameter.grad is None:  # no row of this rank taught it anything
+                    parameter.grad = torch.zeros_like(parameter)
+            self.ranks.add_([p.grad for p in self.masters.parameters if p.grad is not None])
+            self.ranks.add_([sums])
+        return weight_sum, int(scored)
 
     def apply_gradients(self, weight_sum: float) -> torch.Tensor:
         """Divide the gradients, clip them and step; return their norm before clipping."""
@@ -144,13 +224,81 @@ class Training:
             optimizer.zero_grad(set_to_none=True)
         self.masters.round_into_drafter()
 
+    def meet(self, *flags: int) -> list[list[int]]:
+        """Let ranks that stepped alone become one again; return every rank's flags.
 
-def start_training(run: RunPlan, device: torch.device) -> Training:
+        All ranks must come. Afterwards weights and counters are those of the whole run. Raises
+        HscacheError when the weights still differ.
+        """
+        work, reached = self.work, self._reached
+        found = self.ranks.gather(
+            [
+                *flags, reached.rows, reached.tick, reached.row_in_tick, work.num_steps,
+                work.tokens, work.anchors, work.empty_windows, work.num_scored, work.weight_sum,
+            ]
+        )  # fmt: skip
+        theirs = [numbers[len(flags) :] for numbers in found]
+        weights = [numbers[-1] for numbers in theirs]
+        steps, tokens, anchors, empty, num_scored = (
+            [int(number) for number in column] for column in list(zip(*theirs, strict=True))[3:-1]
+        )
+        if any(steps):
+            self.step = self._met[0] + max(steps)
+            self.tokens = self._met[1] + sum(tokens)
+            self.anchors = self._met[2] + sum(anchors)
+            self.empty_windows += sum(empty)
+            self.position = joint_position(
+                [
+                    Position(rows=int(rows), tick=int(tick), row_in_tick=int(row))
+                    for rows, tick, row, *_ in theirs
+                ],
+                self._start,
+            )
+            self.window.add(
+                self.step,
+                tokens=sum(tokens),
+                anchors=sum(anchors),
+                weight_sum=sum(weights),
+                num_scored=sum(num_scored),
+                sums=self._sums_of_all() if sum(weights) else None,
+            )
+            synchronise(
+                self.masters.parameters, weights, self.ranks, mode=self.sync.mode, outer=self.outer
+            )
+            self.masters.round_into_drafter()
+            self.require_equal_weights()
+        self.work = Work()
+        self._met = (self.step, self.tokens, self.anchors)
+        return [[int(flag) for flag in numbers[: len(flags)]] for numbers in found]
+
+    def _sums_of_all(self) -> torch.Tensor:
+        """Return [loss sum, right predictions, largest gradient norm] since the last meeting."""
+        device = self.masters.parameters[0].device
+        none = torch.zeros(1, 3, dtype=torch.float64, device=device)
+        own_U3 = torch.stack(self.work.sums) if self.work.sums else none
+        own = torch.cat([own_U3[:, :2].sum(0), own_U3[:, 2:].amax(0)])
+        all_R3 = self.ranks.gather_tensor(own)
+        return torch.cat([all_R3[:, :2].sum(0), all_R3[:, 2:].amax(0)])
+
+    def require_equal_weights(self) -> None:
+        """Raise HscacheError when the ranks' weights differ (waits for the device)."""
+        if self.ranks.alone:
+            return
+        sums = self.ranks.gather_tensor(checksum(self.masters.parameters)).tolist()
+        if differ := [rank for rank, found in enumerate(sums) if found != sums[0]]:
+            raise HscacheError(
+                f"after step {self.step} the weights of ranks {differ} differ from those of rank "
+                "0: a device or a link computes or copies wrongly. Nothing was saved since the "
+                "last checkpoint; continue from it with --resume on other hardware."
+            )
+
+
+def start_training(run: RunPlan, device: torch.device, ranks: Ranks | None = None) -> Training:
     """Return a run before its first step: weights from the seed alone, or from `init_from`.
 
     Raises CacheMismatchError with a diff when that drafter has another shape, mask token or layers.
     """
-    training = _new_training(run, device)
+    training = _new_training(run, device, ranks or Ranks())
     source = run.config.init_from
     if source is not None:
         drafter = load_drafter(source, num_target_layers=run.drafter.num_target_layers)
@@ -163,10 +311,12 @@ def start_training(run: RunPlan, device: torch.device) -> Training:
                 + "\nGive the drafter settings of that folder, on a cache with its layers."
             )
         training.masters.load(drafter.state_dict())
+        if training.outer is not None:
+            training.outer.reset(training.masters.parameters)
     return training
 
 
-def _new_training(run: RunPlan, device: torch.device) -> Training:
+def _new_training(run: RunPlan, device: torch.device, ranks: Ranks) -> Training:
     config = run.config
     torch.manual_seed(config.seed)  # nothing draws from it yet; checkpoints hold its state
     frozen = load_frozen(run.cache)
@@ -183,25 +333,42 @@ def _new_training(run: RunPlan, device: torch.device) -> Training:
         chunk_size=config.loss.chunk_size or (_CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK),
         backend=training_backend(config.attention, device),
         weighting=config.loss.weighting,
+        ranks=ranks,
+        sync=config.sync,
     )
 
 
 def resume_training(
-    run: RunPlan, device: torch.device, checkpoint: Path, found: TrainerState
+    run: RunPlan,
+    device: torch.device,
+    checkpoint: Path,
+    found: TrainerState,
+    ranks: Ranks | None = None,
 ) -> Training:
-    """Return a run as it was when it wrote a checkpoint.
+    """Return a run as it was when it wrote a checkpoint, maybe under another number of ranks.
 
     Raises CacheMismatchError with a diff when this run reads or computes something else.
     """
-    training = _new_training(run, device)
+    ranks = ranks or Ranks()
+    training = _new_training(run, device, ranks)
     require_same_run(found, training_state(run, training), checkpoint)
-    restore(checkpoint, training.masters, training.optimizers)
+    restore(
+        checkpoint,
+        found,
+        training.masters,
+        training.optimizers,
+        training.outer,
+        rank=ranks.rank,
+        num_ranks=ranks.num_ranks,
+    )
     training.step = found.step
     training.position = found.position
     training.tokens = found.tokens
     training.anchors = found.anchors
     training.empty_windows = found.empty_windows
     training.window = Window(StepFigures(**figures) for figures in found.window)
+    training.logged_step = found.logged_step
+    training.begin()
     return training
 
 
@@ -218,6 +385,7 @@ def training_state(run: RunPlan, training: Training) -> TrainerState:
     settings["gamma"] = run.row.gamma
     settings["sample_slots"] = run.row.sample_slots
     settings["drafter"] = to_dict(run.drafter)
+    settings["sync"] = {k: v for k, v in to_dict(run.config.sync).items() if k != "timeout_s"}
     return TrainerState(
         step=training.step,
         position=training.position,
@@ -225,6 +393,8 @@ def training_state(run: RunPlan, training: Training) -> TrainerState:
         anchors=training.anchors,
         empty_windows=training.empty_windows,
         window=[asdict(figures) for figures in training.window.read()],
+        logged_step=training.logged_step,
+        moment_ranks=0 if training.together else training.ranks.num_ranks,
         total_tokens=run.total_tokens,
         cache=to_dict(run.cache.identity),
         schedule={
@@ -237,15 +407,41 @@ def training_state(run: RunPlan, training: Training) -> TrainerState:
     )
 
 
-def save_training(run: RunPlan, training: Training) -> Path:
-    """Write a checkpoint of the run; raises HscacheError instead when the loss is not finite."""
-    return save_checkpoint(
-        run.config.run_dir,
-        training.drafter.config,
-        training.masters,
-        training.optimizers,
-        training_state(run, training),
-        target_config=target_config(run.cache),
-        dtype=DTYPES[run.config.dtype],
-        keep=run.config.keep_checkpoints,
+def save_training(run: RunPlan, training: Training, writer: CheckpointWriter) -> Path:
+    """Copy the run's state and begin to write it as a checkpoint; return where it will appear.
+
+    To be called by every rank, at the same step and after a meeting. Raises HscacheError instead
+    when the loss is not finite, and whatever the writing of the checkpoint before it raised.
+    """
+    writer.finish()  # before another copy of everything is made
+    ranks, config = training.ranks, run.config
+    state = training_state(run, training)
+    final = config.run_dir / f"checkpoint-{state.step}"
+    if not ranks.is_first and training.together:
+        return final
+    snapshot = take_snapshot(
+        training.masters, training.optimizers, training.outer, with_masters=ranks.is_first
     )
+
+    def others(folder: Path) -> dict[str, str]:
+        if training.together:
+            return {}
+        return gather_moments(folder, ranks, state.step, writer.abandoned)
+
+    def write() -> None:
+        if not ranks.is_first:
+            write_moments(config.run_dir, snapshot, ranks, state.step, writer.abandoned)
+            return
+        write_checkpoint(
+            config.run_dir,
+            training.drafter.config,
+            snapshot,
+            state,
+            target_config=target_config(run.cache),
+            dtype=DTYPES[config.dtype],
+            keep=config.keep_checkpoints,
+            others=others,
+        )
+
+    writer.start(write)
+    return final
