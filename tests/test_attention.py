@@ -31,7 +31,7 @@ def inputs(dtype=torch.float64, seed=0):
     ]
 
 
-def attend(tensors, backend):
+def attend(tensors, backend, window=None):
     plan = plan_attention(
         STARTS,
         ENDS,
@@ -40,28 +40,36 @@ def attend(tensors, backend):
         queries_per_key_head=HEADS // KEY_HEADS,
         dtype=tensors[0].dtype,
         backend=backend,
+        window=window,
     )
     return block_attention(*tensors, plan)
 
 
-def dense_reference(q, k_context, v_context, k_block, v_block):
+def dense_reference(q, k_context, v_context, k_block, v_block, window=None):
     # One query at a time: collect the keys that it may see, softmax, add up.
     out = torch.zeros_like(q)
     for n, (start, end) in enumerate(zip(STARTS.tolist(), ENDS.tolist(), strict=True)):
         for head in range(HEADS):
             key_head = head // (HEADS // KEY_HEADS)
-            keys = torch.cat([k_context[start:end, key_head], k_block[n, :, key_head]])
-            values = torch.cat([v_context[start:end, key_head], v_block[n, :, key_head]])
             for slot in range(BLOCK):
+                first, own = start, range(BLOCK)
+                if window is not None:  # position of a slot: end + slot
+                    first = max(start, min(end, end + slot - (window - 1)))
+                    own = range(max(0, slot - (window - 1)), slot + 1)
+                own = slice(own.start, own.stop)
+                keys = torch.cat([k_context[first:end, key_head], k_block[n, own, key_head]])
+                values = torch.cat([v_context[first:end, key_head], v_block[n, own, key_head]])
                 scores = keys @ q[n, slot, head] / math.sqrt(WIDTH)
                 out[n, slot, head] = scores.softmax(0) @ values
     return out
 
 
+# Wider than any context, cut in every document, within the block, the slot alone.
+@pytest.mark.parametrize("window", [None, 100, 4, 2, 1])
 @pytest.mark.parametrize("backend", ["split", "sdpa"])
-def test_backend_equals_the_dense_reference_with_gradients(backend):
+def test_backend_equals_the_dense_reference_with_gradients(backend, window):
     tensors, copies = inputs(), inputs()
-    out, expected = attend(tensors, backend), dense_reference(*copies)
+    out, expected = attend(tensors, backend, window), dense_reference(*copies, window)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
     upstream = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
     grads = torch.autograd.grad(out, tensors, upstream)
@@ -104,9 +112,28 @@ def test_gradient_of_one_block_is_zero_outside_its_interval(backend):
 
 @pytest.mark.parametrize("backend", ["split", "sdpa"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_empty_slots_are_finite_and_give_no_gradient(backend, dtype):
+def test_a_sliding_slot_sees_neither_later_slots_nor_what_is_out_of_its_window(backend, dtype):
+    tensors, window, block = inputs(dtype), 3, 4  # its anchor: row position 11
+    before = attend(tensors, backend, window)[block]
+    with torch.no_grad():
+        tensors[1][:10] += 3.0  # slot 1 sees positions 10, 11 (slot 0) and 12 (itself)
+        tensors[2][:10] += 3.0
+        tensors[3][block, 2] += 3.0
+        tensors[4][block, 2] += 3.0
+    after = attend(tensors, backend, window)[block]
+    assert torch.equal(before[1], after[1])
+    assert not torch.equal(before[0], after[0])  # which sees position 9
+    with torch.no_grad():
+        tensors[2][10] += 3.0
+    assert not torch.equal(after[1], attend(tensors, backend, window)[block][1])
+
+
+@pytest.mark.parametrize("backend", ["split", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 2])
+def test_empty_slots_are_finite_and_give_no_gradient(backend, dtype, window):
     tensors = inputs(dtype)
-    out = attend(tensors, backend)
+    out = attend(tensors, backend, window)
     assert out.isfinite().all()
     (out[-2:] * 0.0).sum().backward()
     for tensor in tensors:

@@ -1,5 +1,7 @@
 """The drafter against a slow dense reference, itself alone and packed, and z-lab's model."""
 
+import dataclasses
+import json
 import math
 
 import pytest
@@ -8,6 +10,7 @@ import torch.nn.functional as F
 
 from trainer.config import DrafterConfig, num_parameters
 from trainer.drafter import Drafter, lay_out_blocks
+from trainer.drafter_json import drafter_json
 
 CONFIG = DrafterConfig(
     hidden_size=24,
@@ -25,13 +28,23 @@ CONFIG = DrafterConfig(
     target_layer_ids=(1, 4),
     num_target_layers=8,
 )
+# As published for 27B: sliding layers, then a full one. Both windows cut contexts; 3, the block.
+SLIDING, NARROW = (
+    dataclasses.replace(
+        CONFIG, layer_types=("sliding_attention", "full_attention"), sliding_window=window
+    )
+    for window in (6, 3)
+)
+EVERY_CONFIG = pytest.mark.parametrize(
+    "config", [CONFIG, SLIDING, NARROW], ids=["full", "sliding", "narrow"]
+)
 BLOCK = CONFIG.block_size
 LENGTHS = (9, 14)
 ANCHORS = ((0, 3, 6), (2, 13))  # within each document; the last block runs past its end
 
 
-def make_drafter(seed=1):
-    drafter = Drafter(CONFIG, torch.Generator().manual_seed(seed))
+def make_drafter(seed=1, config=CONFIG):
+    drafter = Drafter(config, torch.Generator().manual_seed(seed))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():  # norms that differ from one, weights large enough to matter
         for parameter in drafter.parameters():
@@ -66,8 +79,8 @@ def run(drafter, features, positions, blocks, starts, ends, **kwargs):
     return drafter(blocks[:, 0], blocks[-1, 1], kv, starts, ends, **kwargs)
 
 
-def dense_reference(state, features, positions, blocks, starts, ends):
-    """Full-matrix forward over [row context | all blocks]: dflash.md 1.1 and `allow` of 2.1."""
+def dense_reference(state, features, positions, blocks, starts, ends, config=CONFIG):
+    """Full-matrix forward over [row context | all blocks]: dflash.md 1.1, 1.6, `allow` of 2.1."""
     num_blocks, num_context = len(blocks), len(features)
 
     def norm(x, name):
@@ -94,6 +107,7 @@ def dense_reference(state, features, positions, blocks, starts, ends):
         allow[query, num_context + n * BLOCK : num_context + (n + 1) * BLOCK] = True
     query_at = ((ends - starts)[:, None] + torch.arange(BLOCK)).flatten()
     key_at = torch.cat([positions, query_at])
+    back = query_at[:, None] - key_at  # within a document, and `allow` is
 
     context = norm(features @ state["fc.weight"].to(features.dtype).T, "hidden_norm")
     hidden = blocks.flatten(0, 1)
@@ -108,7 +122,10 @@ def dense_reference(state, features, positions, blocks, starts, ends):
         v = heads(both, f"{name}.self_attn.v_proj")
         k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(CONFIG.head_dim)
-        weights = scores.masked_fill(~allow, float("-inf")).softmax(-1)
+        visible = allow
+        if config.layer_types[i] == "sliding_attention":
+            visible = allow & (back >= 0) & (back < config.sliding_window)
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         attended = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
         hidden = hidden + attended @ state[f"{name}.self_attn.o_proj.weight"].to(hidden.dtype).T
         normed = norm(hidden, f"{name}.post_attention_layernorm")
@@ -120,24 +137,26 @@ def dense_reference(state, features, positions, blocks, starts, ends):
     return norm(hidden, "norm").view(blocks.shape)[:, 1:]
 
 
+@EVERY_CONFIG
 @pytest.mark.parametrize("backend", ["split", "sdpa"])
-def test_drafter_equals_the_dense_mask_reference(backend):
-    drafter = make_drafter()
+def test_drafter_equals_the_dense_mask_reference(backend, config):
+    drafter = make_drafter(config=config)
     features, positions, blocks, starts, ends = make_row()
     expected = dense_reference(
-        drafter.state_dict(), features.double(), positions, blocks.double(), starts, ends
+        drafter.state_dict(), features.double(), positions, blocks.double(), starts, ends, config
     )
     actual = run(drafter, features, positions, blocks, starts, ends, backend=backend)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_parameter_gradients_equal_the_dense_reference():
-    drafter, row = make_drafter(), make_row()
+@EVERY_CONFIG
+def test_parameter_gradients_equal_the_dense_reference(config):
+    drafter, row = make_drafter(config=config), make_row()
     run(drafter, *row).square().sum().backward()
     state = {n: p.detach().double().requires_grad_() for n, p in drafter.named_parameters()}
     features, positions, blocks, starts, ends = row
     dense_reference(
-        state, features.double(), positions, blocks.double(), starts, ends
+        state, features.double(), positions, blocks.double(), starts, ends, config
     ).square().sum().backward()
     for name, parameter in drafter.named_parameters():
         expected = state[name].grad
@@ -147,8 +166,9 @@ def test_parameter_gradients_equal_the_dense_reference():
         )
 
 
-def test_packed_row_equals_each_document_alone():
-    drafter = make_drafter()
+@EVERY_CONFIG
+def test_packed_row_equals_each_document_alone(config):
+    drafter = make_drafter(config=config)
     features, positions, blocks, starts, ends = make_row()
     packed = run(drafter, features, positions, blocks, starts, ends)
     token, block = 0, 0
@@ -222,8 +242,9 @@ def test_context_in_pieces_equals_the_whole():
         )
 
 
-def test_decoding_step_by_step_equals_training_on_the_whole_row():
-    drafter = make_drafter()
+@EVERY_CONFIG
+def test_decoding_step_by_step_equals_training_on_the_whole_row(config):
+    drafter = make_drafter(config=config)
     features, positions, blocks, starts, ends = make_row()
     trained = run(drafter, features, positions, blocks, starts, ends)
     for n in (1, 2):  # blocks of the first document, its context grown one token at a time
@@ -301,30 +322,14 @@ def test_blocks_are_the_anchor_then_masks():
     assert torch.equal(blocks, rows[torch.tensor([[5, 3, 3], [0, 3, 3]])])
 
 
-def test_z_lab_model_loads_our_weights_strictly_and_gives_our_hidden_states():
+@EVERY_CONFIG
+def test_z_lab_model_loads_our_weights_strictly_and_gives_our_hidden_states(config):
     zlab = pytest.importorskip("dflash.model")
-    config = zlab.Qwen3Config(
-        hidden_size=CONFIG.hidden_size,
-        intermediate_size=CONFIG.intermediate_size,
-        num_hidden_layers=CONFIG.num_hidden_layers,
-        num_attention_heads=CONFIG.num_attention_heads,
-        num_key_value_heads=CONFIG.num_key_value_heads,
-        head_dim=CONFIG.head_dim,
-        rms_norm_eps=CONFIG.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": CONFIG.rope_theta},
-        vocab_size=CONFIG.vocab_size,
-        layer_types=["full_attention"] * CONFIG.num_hidden_layers,
-        attention_bias=False,
-        use_sliding_window=False,
+    drafter = make_drafter(config=config)
+    config = zlab.Qwen3Config.from_dict(
+        json.loads(json.dumps(drafter_json(config, {}, torch.float32)))
     )
-    config.num_target_layers = CONFIG.num_target_layers
-    config.block_size = CONFIG.block_size
-    config.dflash_config = {
-        "mask_token_id": CONFIG.mask_token_id,
-        "target_layer_ids": list(CONFIG.target_layer_ids),
-        "block_size": CONFIG.block_size,
-    }
-    drafter, theirs = make_drafter(), zlab.DFlashDraftModel(config).eval()
+    theirs = zlab.DFlashDraftModel(config).eval()
     theirs.load_state_dict(drafter.state_dict(), strict=True)
     features, positions, blocks, starts, ends = make_row()
     ours = run(drafter, features, positions, blocks, starts, ends)

@@ -1,5 +1,6 @@
 """config.json of a drafter: what we write is what we read, and what we cannot run is refused."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -21,6 +22,9 @@ CONFIG = DrafterConfig(
     ("change", "message"),
     [
         ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_attention"),
+        ({"layer_types": ["chunked_attention"]}, r"\['chunked_attention'\] are not supported"),
+        ({"layer_types": ["full_attention"] * 2}, "layer_types: found .* expected 1 items"),
+        ({"layer_types": None, "use_sliding_window": True}, "which layers slide"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_scaling": {"factor": 2}}, "rope_scaling"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
@@ -42,6 +46,40 @@ def test_config_that_we_would_compute_otherwise_is_refused(change, message):
     config = {k: v for k, v in {**config, **change}.items() if v is not ...}
     with pytest.raises(ConfigError, match=message):
         drafter_config_from_json(config, Path("config.json"))
+
+
+SLIDING = dataclasses.replace(CONFIG, layer_types=("sliding_attention",), sliding_window=64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_sliding_window": False}, "use_sliding_window is not true"),
+        ({"sliding_window": None}, "sliding_window: found None"),
+        ({"is_causal": False}, "is_causal is False for all layers"),  # as DFlash 2
+        ({"is_causal": True}, "is_causal is True for all layers"),
+    ],
+)
+def test_sliding_layers_with_another_mask_are_refused(change, message):
+    config = drafter_json(SLIDING, {}, torch.bfloat16) | change
+    with pytest.raises(ConfigError, match=message):
+        drafter_config_from_json(config, Path("config.json"))
+
+
+def test_sliding_layers_round_trip_and_leave_causality_to_their_types():
+    mixed = dataclasses.replace(
+        CONFIG, num_hidden_layers=5, sliding_window=2048,
+        layer_types=("sliding_attention",) * 4 + ("full_attention",),
+    )  # fmt: skip
+    for drafter in (SLIDING, mixed):
+        config = json.loads(json.dumps(drafter_json(drafter, {}, torch.bfloat16)))
+        assert drafter_config_from_json(config, Path("config.json")) == drafter
+        assert config["use_sliding_window"] is True
+        assert "is_causal" not in config
+        assert "causal" not in config["dflash_config"]
+    assert (config["sliding_window"], config["layer_types"][3:]) == (
+        2048, ["sliding_attention", "full_attention"],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -244,6 +244,8 @@ CASES = [
     (trainer, f"{FIT} --drafter.head-dim 33", 2, ["head_dim: found 33", "even"]),
     (trainer, f"{FIT} --loss.weighting dpace", 2, ["gamma 4.0", "dpace", "Leave one"]),
     (trainer, f"{FIT} --loss.labels soft", 2, ["last hidden states", "cache", "last-hidden true"]),
+    (trainer, f"{FIT} --drafter.layer-types sliding_attention", 2, ["sliding_window", "2048"]),
+    (trainer, f"{FIT} --drafter.layer-types slides", 2, ["`slides`", "sliding_attention"]),
     (trainer, f"{FIT} --optim.lr -1", 2, ["lr: found -1", "more than 0"]),
     (trainer, f"{FIT} --passes -1", 2, ["passes: found -1", "at least 1"]),
     (trainer, f"{FIT} --sync.mode dilcoo", 2, ["found `dilcoo`", "average, broadcast, diloco"]),

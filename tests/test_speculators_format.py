@@ -99,6 +99,19 @@ def test_config_round_trips():
     assert drafter_config_from_speculators(config, Path("config.json"), NUM_LAYERS) == CONFIG
 
 
+def test_their_sliding_layers_are_ours():
+    theirs = changed(
+        layer={
+            "layer_types": ["sliding_attention"], "use_sliding_window": True, "sliding_window": 64,
+        }
+    )  # fmt: skip
+    found = drafter_config_from_speculators(theirs, Path("config.json"), NUM_LAYERS)
+    assert [found.window_of(0), found.slides] == [64, True]
+    config = json.loads(json.dumps(speculators_json(found, {}, torch.bfloat16, verifier="x")))
+    assert config["sliding_window_non_causal"] is False
+    assert drafter_config_from_speculators(config, Path("config.json"), NUM_LAYERS) == found
+
+
 @pytest.mark.parametrize("with_targets", [False, True])
 def test_their_folder_loads_with_or_without_the_targets_tensors(tmp_path, with_targets):
     weights = Drafter(CONFIG, torch.Generator().manual_seed(3)).state_dict()
@@ -130,7 +143,14 @@ def test_their_folder_loads_with_or_without_the_targets_tensors(tmp_path, with_t
         (changed(mask_token_id=None), "does not say mask_token_id"),
         (changed(mask_token_id=128), "found 128, expected 0 to 127"),
         (changed(transformer_layer_config=...), "transformer_layer_config is missing"),
-        (changed(layer={"layer_types": ["sliding_attention"]}), "sliding_attention"),
+        (changed(layer={"layer_types": ["sliding_attention"]}), "use_sliding_window is not true"),
+        (
+            changed(
+                sliding_window_non_causal=True,
+                layer={"layer_types": ["sliding_attention"], "use_sliding_window": True},
+            ),
+            "sliding_window_non_causal is true",
+        ),
         (changed(layer={"hidden_act": "gelu"}), "hidden_act"),
     ],
 )

@@ -75,6 +75,16 @@ def test_ids_from_a_list_become_a_tuple():
     assert hash(config)
 
 
+def test_the_published_layer_types_are_four_sliding_ones_and_a_full_one():
+    types = ["sliding_attention"] * 4 + ["full_attention"]
+    config = dataclasses.replace(QWEN_27B, layer_types=types, sliding_window=2048)
+    assert [config.window_of(i) for i in range(5)] == [2048, 2048, 2048, 2048, None]
+    assert config.slides
+    assert hash(config)
+    assert not QWEN_27B.slides
+    assert QWEN_27B.window_of(4) is None
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -91,6 +101,10 @@ def test_ids_from_a_list_become_a_tuple():
         ({"target_layer_ids": (1, 64)}, "from 0 to 62"),
         ({"target_layer_ids": (-1, 5)}, "from 0 to 62"),
         ({"target_layer_ids": (1, 63)}, "last block 63"),
+        ({"layer_types": ("full_attention",) * 4}, "expected 5 items"),
+        ({"layer_types": ("sliding",) * 5}, "each one of full_attention, sliding_attention"),
+        ({"layer_types": ("sliding_attention",) * 5}, "sliding_window: found None"),
+        ({"sliding_window": 2048}, "no layer slides"),
     ],
 )
 def test_nonsense_is_refused_by_name(change, message):

@@ -1,10 +1,16 @@
 """Attention of DFlash blocks: each block sees an interval of the row's context and itself.
 
 Takes queries, keys and values that are already normed and rotated; hands back one vector per query
-head. `plan_attention` turns the intervals into masks once per forward, `block_attention` runs one
-layer. Three ways give the same result: `flex` is for GPUs (`trainer.flex`); `split` is twice as
-fast as `sdpa` on a CPU; `sdpa` runs anywhere, needs no compiler and is slow. The last two work
-document by document, so their cost follows the documents' lengths, not the row's.
+head. `plan_attention` turns the intervals into masks, once per forward and kind of layer;
+`block_attention` runs one layer. Three ways give the same result: `flex` is for GPUs
+(`trainer.flex`); `split` is twice as fast as `sdpa` on a CPU; `sdpa` runs anywhere, needs no
+compiler and is slow. The last two work document by document, so their cost follows the documents'
+lengths, not the row's.
+
+In a full layer a slot sees its whole interval and block. In a sliding layer slot k, at position
+anchor + k, sees the last W positions up to its own: context from anchor + k - (W - 1) on, and the
+slots of its block that are not behind it (z-lab's code, SpecForge and engines; speculators starts
+the context of every slot at anchor - W).
 
 Axes: N blocks, B block slots, S context tokens, h query heads, K key heads, G = h / K, d head
 width, R = N * B * G query rows of one key head; of one document: n blocks, C context tokens.
@@ -37,15 +43,18 @@ class DocumentBlocks:
     context_end: int
     """One past the last context position that any of them sees."""
     bias: torch.Tensor
-    """0 where visible, -inf elsewhere: [n, 1, C] for `split`, [n * B * G, C + n * B] for `sdpa`."""
+    """0 where visible, -inf elsewhere. For `split` of the context alone, [n, 1, C], or if sliding
+    [n, B * G, C]; [n * B * G, C + n * B] for `sdpa`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionPlan:
-    """What all layers of one forward share."""
+    """What all layers of a kind share in one forward."""
 
     backend: Backend
     documents: tuple[DocumentBlocks, ...] = ()
+    own_bias: torch.Tensor | None = None
+    """0 or -inf between slots of a block, [B * G, B], if sliding; for `split`"""
     mask: BlockMask | None = None
     """for `flex`"""
 
@@ -83,43 +92,85 @@ def plan_attention(
     queries_per_key_head: int,
     dtype: torch.dtype,
     backend: Backend,
+    window: int | None = None,
 ) -> AttentionPlan:
     """Group the blocks by document and build the masks; N >= 1, int64 intervals start <= s < end.
 
-    An empty interval is allowed: the block then sees only itself, so the output stays finite.
-    `split` and `sdpa` copy the intervals to the host, once per forward; `flex` never waits for the
-    device.
+    `window` is for sliding layers, None for full ones; the anchor stands at `end`. An empty
+    interval is allowed: the block then sees only itself, so the output stays finite. `split` and
+    `sdpa` copy the intervals to the host, once per forward; `flex` never waits for the device.
     """
     if backend == "flex":
         mask = flex_mask(
-            context_start_N, context_end_N, num_context=num_context, block_size=block_size
+            context_start_N,
+            context_end_N,
+            num_context=num_context,
+            block_size=block_size,
+            window=window,
         )
         return AttentionPlan(backend=backend, mask=mask)
     device = context_start_N.device
     starts, ends = context_start_N.tolist(), context_end_N.tolist()
     edges = [n for n in range(1, len(starts)) if starts[n] != starts[n - 1]]
+    own_BB = _visible_slots(block_size, window).to(device)
+
+    def bias(visible: torch.Tensor) -> torch.Tensor:
+        zeros = torch.zeros(visible.shape, dtype=dtype, device=device)
+        return zeros.masked_fill_(~visible, float("-inf"))
+
     documents = []
     for first, last in zip([0, *edges], [*edges, len(starts)], strict=True):
         start, end = starts[first], max(ends[first:last])
-        visible_nC = torch.arange(start, end, device=device) < context_end_N[first:last, None]
+        if window is not None:
+            start = max(start, min(ends[first:last]) - window + 1)
+        visible_nBC = _visible_context(
+            context_end_N[first:last], torch.arange(start, end, device=device), block_size, window
+        )
         if backend == "split":
-            visible = visible_nC[:, None]
+            repeats = 1 if window is None else queries_per_key_head
+            visible = visible_nBC.repeat_interleave(repeats, dim=1)
         else:
             n = last - first
-            own_nn = torch.eye(n, dtype=torch.bool, device=device)
-            visible_nk = torch.cat([visible_nC, own_nn.repeat_interleave(block_size, dim=1)], dim=1)
-            visible = visible_nk.repeat_interleave(block_size * queries_per_key_head, dim=0)
-        bias = torch.zeros(visible.shape, dtype=dtype, device=device)
+            context_nBC = visible_nBC.expand(n, block_size, -1)
+            own_qk = torch.block_diag(*[own_BB] * n)
+            visible_qk = torch.cat([context_nBC.flatten(0, 1), own_qk], dim=1)
+            visible = visible_qk.repeat_interleave(queries_per_key_head, dim=0)
         documents.append(
             DocumentBlocks(
                 first_block=first,
                 last_block=last,
                 context_start=start,
                 context_end=end,
-                bias=bias.masked_fill_(~visible, float("-inf")),
+                bias=bias(visible),
             )
         )
-    return AttentionPlan(backend=backend, documents=tuple(documents))
+    own_bias = bias(own_BB.repeat_interleave(queries_per_key_head, dim=0))
+    return AttentionPlan(
+        backend=backend,
+        documents=tuple(documents),
+        own_bias=own_bias if window is not None and backend == "split" else None,
+    )
+
+
+def _visible_context(
+    end_n: torch.Tensor, position_C: torch.Tensor, block_size: int, window: int | None
+) -> torch.Tensor:
+    """Tell which context positions a slot sees, [n, B, C]; [n, 1, C] if it is the same for all."""
+    visible_n1C = (position_C < end_n[:, None])[:, None]
+    if window is None:
+        return visible_n1C
+    slot_B = torch.arange(block_size, device=end_n.device)
+    first_nB = end_n[:, None] + slot_B - (window - 1)
+    return visible_n1C & (position_C >= first_nB[:, :, None])
+
+
+def _visible_slots(block_size: int, window: int | None) -> torch.Tensor:
+    """Tell which slots of its block a slot sees, [B, B]."""
+    if window is None:
+        return torch.ones(block_size, block_size, dtype=torch.bool)
+    slot_B = torch.arange(block_size)
+    back_BB = slot_B[:, None] - slot_B
+    return (back_BB >= 0) & (back_BB < window)
 
 
 def block_attention(
@@ -130,7 +181,7 @@ def block_attention(
     v_block_NBKd: torch.Tensor,
     plan: AttentionPlan,
 ) -> torch.Tensor:
-    """Attend from each block to its context and, both ways, to its own slots; [N, B, h, d].
+    """Attend from each block to its context and its own slots, as planned; [N, B, h, d].
 
     Scores are scaled by d ** -0.5. Other blocks and positions outside the interval have weight
     exactly 0, so they change neither the output nor any gradient.
@@ -173,6 +224,8 @@ def _split_attention(
     k_KdS, v_KSd = k_context_SKd.permute(1, 2, 0), v_context_SKd.transpose(0, 1)
     v_KNBd = v_block_NBKd.permute(2, 0, 1, 3)
     own_KNrB = q_KRd.view(block_shape) @ k_block_NBKd.permute(2, 0, 3, 1)
+    if plan.own_bias is not None:
+        own_KNrB = own_KNrB + plan.own_bias
     rows = own_KNrB.shape[2]  # B * G query rows of one block
     outs = []
     for doc in plan.documents:

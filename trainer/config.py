@@ -11,10 +11,12 @@ import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from hscache.config import Device, Dtype
 from hscache.errors import ConfigError
+
+LayerType = Literal["full_attention", "sliding_attention"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +55,16 @@ class DrafterConfig:
     """Target blocks whose output is read: 0-based, before any norm (`hidden_states[i + 1]`)."""
     num_target_layers: int
     """Decoder blocks of the target."""
+    layer_types: tuple[LayerType, ...] = ()
+    """Of each layer; all full_attention if empty. See `window_of`."""
+    sliding_window: int | None = None
+    """Positions that a slot of a sliding_attention layer sees, itself included."""
 
     def __post_init__(self) -> None:
         # A list arrives from JSON and YAML; a tuple keeps the config hashable.
         object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
+        types = tuple(self.layer_types) or ("full_attention",) * self.num_hidden_layers
+        object.__setattr__(self, "layer_types", types)
         for name in (
             "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta",
@@ -87,6 +95,19 @@ class DrafterConfig:
                 f"{self.vocab_size - 1}; it must be a row of the target's embedding."
             )
         _check_target_layer_ids(self.target_layer_ids, self.num_target_layers)
+        _check_layer_types(self.layer_types, self.num_hidden_layers, self.sliding_window)
+
+    @property
+    def slides(self) -> bool:
+        """Whether any layer attends through a sliding window."""
+        return "sliding_attention" in self.layer_types
+
+    def window_of(self, layer: int) -> int | None:
+        """Return None if a layer is full: its slots see their whole context and block, both ways.
+
+        Else how many positions a slot sees, itself and earlier ones only: z-lab's rule.
+        """
+        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
     @property
     def num_features(self) -> int:
@@ -124,6 +145,25 @@ def _check_target_layer_ids(ids: tuple[int, ...], num_target_layers: int) -> Non
         )
 
 
+def _check_layer_types(types: tuple[str, ...], num_layers: int, window: int | None) -> None:
+    if len(types) != num_layers or set(types) - set(get_args(LayerType)):
+        raise ConfigError(
+            f"layer_types: found {list(types)}, expected {num_layers} items (num_hidden_layers), "
+            f"each one of {', '.join(get_args(LayerType))}."
+        )
+    slides = "sliding_attention" in types
+    if slides and (window is None or window < 1):
+        raise ConfigError(
+            f"sliding_window: found {window}, expected at least 1, because layer_types has "
+            "sliding_attention layers; published drafters have 2048."
+        )
+    if window is not None and not slides:
+        raise ConfigError(
+            f"sliding_window: found {window}, and no layer slides. Leave it out, or name the "
+            "layers that do: layer_types, with sliding_attention for each."
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class DrafterShape:
     """What a user chooses of the drafter; the rest comes from the cache's target."""
@@ -142,6 +182,10 @@ class DrafterShape:
     """Slots of a block: the anchor and block_size - 1 predicted tokens."""
     mask_token_id: int
     """Id whose embedding fills the slots to predict; never the target's pad or eos."""
+    layer_types: tuple[LayerType, ...] | None = None
+    """full_attention or sliding_attention for each layer; all full if not given."""
+    sliding_window: int | None = None
+    """Positions a slot sees in sliding_attention layers; these see no later slot of the block."""
     rope_theta: float | None = None
     """Base of the rotary frequencies; the target's if not given."""
     rms_norm_eps: float | None = None

@@ -89,10 +89,11 @@ class Drafter(nn.Module):
         """Return the hidden states [N, B - 1, H] of the slots to predict, after the final norm.
 
         Block n is [anchor n, mask, mask, ...]; it sees context rows start <= s < end and its own
-        slots. Slot k, returned at k - 1, has position end - start + k, the anchor's place in its
-        document plus k. `block_size` is the drafter's unless a smaller one is asked for. What is
-        equal for all masks is computed once (the first layer projects N + 1 rows), and what no one
-        reads is not computed (the last layer ends with the slots to predict).
+        slots, in sliding layers only the last of these (`DrafterConfig.window_of`). Slot k,
+        returned at k - 1, has position end - start + k, the anchor's place in its document plus k.
+        `block_size` is the drafter's unless a smaller one is asked for. What is equal for all masks
+        is computed once (the first layer projects N + 1 rows), and what no one reads is not
+        computed (the last layer ends with the slots to predict).
 
         `backend` None computes a call of any shape at once; "flex" compiles for these shapes.
         """
@@ -101,22 +102,30 @@ class Drafter(nn.Module):
         backend = backend or eager_backend(context_start_N.device)
         slots_B = torch.arange(block_size, device=context_start_N.device)
         rotation = self._rotation((context_end_N - context_start_N)[:, None] + slots_B)
-        plan = plan_attention(
-            context_start_N,
-            context_end_N,
-            num_context=len(context_kv[0][0]),
-            block_size=block_size,
-            queries_per_key_head=config.num_attention_heads // config.num_key_value_heads,
-            dtype=anchor_embeddings_NH.dtype,
-            backend=backend,
-        )
+        windows = [config.window_of(i) for i in range(len(self.layers))]
+        plans = {
+            window: plan_attention(
+                context_start_N,
+                context_end_N,
+                num_context=len(context_kv[0][0]),
+                block_size=block_size,
+                queries_per_key_head=config.num_attention_heads // config.num_key_value_heads,
+                dtype=anchor_embeddings_NH.dtype,
+                backend=backend,
+                window=window,
+            )
+            for window in dict.fromkeys(windows)
+        }
         hidden = torch.cat([anchor_embeddings_NH, mask_embedding_H[None]])
         layers = [cast(DrafterLayer, layer) for layer in self.layers]
         norms = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
         normed = layers[0].input_layernorm(hidden)
-        for layer, (k_SKD, v_SKD), next_norm in zip(layers, context_kv, norms, strict=True):
+        for layer, (k_SKD, v_SKD), window, next_norm in zip(
+            layers, context_kv, windows, norms, strict=True
+        ):
+            is_last = layer is layers[-1]
             hidden, normed = layer(
-                hidden, normed, k_SKD, v_SKD, rotation, plan, next_norm, layer is layers[-1]
+                hidden, normed, k_SKD, v_SKD, rotation, plans[window], next_norm, is_last
             )
         return normed
 

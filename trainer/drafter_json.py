@@ -14,18 +14,17 @@ import torch
 from hscache.errors import ConfigError
 from trainer.config import DrafterConfig
 
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 # What a drafter's config may say and we would compute; the first is what we write.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", None),
     "attention_bias": (False, None),
     "rope_scaling": (None,),
-    "is_causal": (False, None),
     "is_neox_style": (True, None),
     "partial_rotary_factor": (1.0, None),
 }
 # The same inside `dflash_config`; those of DFlash 2 (dflash.md 5) change what is computed.
 _ONLY_DFLASH: dict[str, tuple[Any, ...]] = {
-    "causal": (False, None),
     "use_swa": (False, None),
     "attention_sink_bias": (False, None),
     "attention_value_scale": (1.0, None),
@@ -44,15 +43,17 @@ def drafter_json(
 
     `block_size` is read at the top level by some and in `dflash_config` by others; `rope_theta`
     moved between transformers 4 and 5; that a block is not causal is read by vLLM from `is_causal`,
-    `dflash_config.causal` or, as by SGLang, `layer_types`, whichever its version knows first.
+    `dflash_config.causal` or, as by SGLang, `layer_types`, whichever its version knows first. A
+    drafter with sliding layers leaves the first two out: they would speak of all of its layers.
     """
+    causal = {} if config.slides else {"causal": False}
     return {
         **layer_json(config, target_config),
         "architectures": ["DFlashDraftModel"],
         "block_size": config.block_size,
         "dflash_config": {
             "block_size": config.block_size,
-            "causal": False,
+            **causal,
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": list(config.target_layer_ids),
         },
@@ -73,8 +74,8 @@ def layer_json(config: DrafterConfig, target_config: dict[str, Any]) -> dict[str
         "hidden_size": config.hidden_size,
         "initializer_range": 0.02,
         "intermediate_size": config.intermediate_size,
-        "is_causal": False,
-        "layer_types": ["full_attention"] * config.num_hidden_layers,
+        **({} if config.slides else {"is_causal": False}),
+        "layer_types": list(config.layer_types),
         "max_position_embeddings": config.max_position_embeddings,
         "max_window_layers": config.num_hidden_layers,
         "model_type": "qwen3",
@@ -86,10 +87,10 @@ def layer_json(config: DrafterConfig, target_config: dict[str, Any]) -> dict[str
         "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
         "rope_scaling": None,
         "rope_theta": config.rope_theta,
-        "sliding_window": None,
+        "sliding_window": config.sliding_window,
         "tie_word_embeddings": False,
         "use_cache": True,
-        "use_sliding_window": False,
+        "use_sliding_window": config.slides,
         "vocab_size": config.vocab_size,
     }
 
@@ -111,12 +112,7 @@ def drafter_config_from_json(config: dict[str, Any], where: Path) -> DrafterConf
             "dflash_config with mask_token_id and target_layer_ids, as drafters in z-lab's format "
             "have, and no speculators_model_type. Give the folder of a DFlash drafter."
         )
-    kinds = set(config.get("layer_types") or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise ConfigError(
-            f"{where}: layer types {sorted(kinds)} are not supported yet; expected "
-            "full_attention in every layer."
-        )
+    slides = _require_known_layers(config, dflash, where)
     for values, prefix, only in ((config, "", _ONLY), (dflash, "dflash_config.", _ONLY_DFLASH)):
         for name, supported in only.items():
             if values.get(name) not in supported:
@@ -150,10 +146,44 @@ def drafter_config_from_json(config: dict[str, Any], where: Path) -> DrafterConf
         "block_size": config.get("block_size") or dflash.get("block_size"),
         "mask_token_id": dflash.get("mask_token_id"),
         "target_layer_ids": dflash.get("target_layer_ids"),
+        "layer_types": config.get("layer_types") or (),
     }  # fmt: skip
     if missing := sorted(name for name, value in values.items() if value is None):
         raise ConfigError(f"{where} does not say {', '.join(missing)}; expected a DFlash config.")
     try:
-        return DrafterConfig(**values)
+        return DrafterConfig(
+            **values, sliding_window=config.get("sliding_window") if slides else None
+        )
     except TypeError as error:
         raise ConfigError(f"{where} is unusable: {error}; expected a DFlash config.") from error
+
+
+def _require_known_layers(config: dict[str, Any], dflash: dict[str, Any], where: Path) -> bool:
+    """Tell whether layers slide; raise ConfigError for masks that we would not compute."""
+    kinds = set(config.get("layer_types") or [_FULL])
+    if unknown := sorted(kinds - {_FULL, _SLIDING}):
+        raise ConfigError(
+            f"{where}: layer types {unknown} are not supported yet; expected {_FULL} or {_SLIDING}."
+        )
+    slides = _SLIDING in kinds
+    if config.get("use_sliding_window") and not config.get("layer_types"):
+        raise ConfigError(
+            f"{where}: use_sliding_window is true and layer_types does not say which layers slide. "
+            "Write layer_types."
+        )
+    if slides and not config.get("use_sliding_window"):
+        raise ConfigError(
+            f"{where}: layer_types has {_SLIDING}, and use_sliding_window is not true: then "
+            "transformers drops the window. Set it to true."
+        )
+    for name, value in (
+        ("is_causal", config.get("is_causal")),
+        ("dflash_config.causal", dflash.get("causal")),
+    ):
+        if value is not None and (slides or value is not False):
+            raise ConfigError(
+                f"{where}: {name} is {value!r} for all layers, which is not supported yet: here "
+                f"blocks are causal in {_SLIDING} and not in {_FULL}. Expected "
+                + ("no such key." if slides else "False.")
+            )
+    return slides

@@ -27,9 +27,13 @@ def flex_mask(
     *,
     num_context: int,
     block_size: int,
+    window: int | None = None,
     compiled: bool = True,
 ) -> BlockMask:
     """Return the mask: query n * B + k sees keys start[n] <= s < end[n], and S + n * B + (0..B-1).
+
+    With a `window` W, of these keys only those whose position, end[n] + slot for slots, is one of
+    the W up to its own, end[n] + k.
 
     `compiled=False` runs the same tensor operations one by one (for a CPU).
     """
@@ -41,9 +45,23 @@ def flex_mask(
         in_context = (key >= context_start_N[n]) & (key < context_end_N[n]) & (own < 0)
         return in_context | ((own >= 0) & (own // block_size == n))
 
+    width = window or 0
+
+    def visible_in_window(
+        _batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        # no call of `visible`: a compiler may take a function in a closure for a new one each row
+        n, slot, own = query // block_size, query % block_size, key - num_context
+        anchor = context_end_N[n]
+        in_context = (key >= context_start_N[n]) & (key < anchor) & (own < 0)
+        in_context = in_context & (key > anchor + slot - width)
+        back = slot - own % block_size
+        in_own = (own >= 0) & (own // block_size == n) & (back >= 0) & (back < width)
+        return in_context | in_own
+
     make = _compiled_tiles if compiled else visible_tiles
     partial, full, partial_by_key, full_by_key = make(
-        context_start_N, context_end_N, num_context, block_size
+        context_start_N, context_end_N, num_context, block_size, window
     )
     num_queries = len(context_start_N) * block_size
     return BlockMask(
@@ -57,27 +75,37 @@ def flex_mask(
         full_q_num_blocks=full_by_key[0],
         full_q_indices=full_by_key[1],
         BLOCK_SIZE=(TILE, TILE),
-        mask_mod=visible,
+        mask_mod=visible if window is None else visible_in_window,
     )
 
 
 def visible_tiles(
-    context_start_N: torch.Tensor, context_end_N: torch.Tensor, num_context: int, block_size: int
+    context_start_N: torch.Tensor,
+    context_end_N: torch.Tensor,
+    num_context: int,
+    block_size: int,
+    window: int | None = None,
 ) -> tuple[Tiles, Tiles, Tiles, Tiles]:
     """Return partly and fully visible tiles for each tile of queries, then for each of keys."""
     device = context_start_N.device
     num_queries = len(context_start_N) * block_size
     num_keys = num_context + num_queries
-    n_Q = torch.arange(-(-num_queries // TILE) * TILE, device=device) // block_size
+    query_Q = torch.arange(-(-num_queries // TILE) * TILE, device=device)
+    n_Q, slot_Q1 = query_Q // block_size, (query_Q % block_size)[:, None]
     used_Q1 = (n_Q < len(context_start_N))[:, None]
     n_Q = n_Q.clamp(max=len(context_start_N) - 1)
     start_Q1, end_Q1 = context_start_N[n_Q, None], context_end_N[n_Q, None].clamp(max=num_context)
     own_Q1 = (num_context + n_Q * block_size)[:, None]
+    own_end_Q1 = own_Q1 + block_size
+    if window is not None:
+        start_Q1 = torch.maximum(start_Q1, context_end_N[n_Q, None] + slot_Q1 - (window - 1))
+        own_end_Q1 = own_Q1 + slot_Q1 + 1
+        own_Q1 = own_Q1 + (slot_Q1 - (window - 1)).clamp(min=0)
     first_J = torch.arange(-(-num_keys // TILE), device=device) * TILE
     last_J = (first_J + TILE).clamp(max=num_keys)
     # Visible keys of a query are two intervals; how many of a tile's keys lie in them decides.
     in_context_QJ = torch.minimum(end_Q1, last_J) - torch.maximum(start_Q1, first_J)
-    in_own_QJ = torch.minimum(own_Q1 + block_size, last_J) - torch.maximum(own_Q1, first_J)
+    in_own_QJ = torch.minimum(own_end_Q1, last_J) - torch.maximum(own_Q1, first_J)
     seen_QJ = (in_context_QJ.clamp(min=0) + in_own_QJ.clamp(min=0)) * used_Q1
     seen_IQJ = seen_QJ.view(-1, TILE, len(first_J))
     any_IJ = (seen_IQJ > 0).any(1)

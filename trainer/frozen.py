@@ -149,4 +149,6 @@ def drafter_config(shape: DrafterShape, cache: Cache) -> DrafterConfig:
         mask_token_id=shape.mask_token_id,
         target_layer_ids=states.target_layer_ids,
         num_target_layers=states.num_target_layers,
+        layer_types=shape.layer_types or (),
+        sliding_window=shape.sliding_window,
     )

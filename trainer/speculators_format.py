@@ -37,7 +37,9 @@ def speculators_json(
 
     Their layer ids count from the embedding's output: id i + 1 is the output of block i. vLLM takes
     `sliding_window_non_causal` for every layer, full ones too (vllm#56692), so it is true here
-    although no layer slides.
+    where no layer slides; a drafter of both kinds it would therefore run wrongly from this format.
+    speculators itself starts every slot's window at the anchor, and so lets slot k of a sliding
+    layer see k + 1 positions more than we and the engines do.
     """
     return {
         "architectures": ["DFlashDraftModel"],
@@ -47,7 +49,7 @@ def speculators_json(
         "dtype": dtype_name(dtype),
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": False,
-        "sliding_window_non_causal": True,
+        "sliding_window_non_causal": not config.slides,
         "speculators_config": {
             "algorithm": "dflash",
             "default_proposal_method": "greedy",
@@ -73,9 +75,16 @@ def drafter_config_from_speculators(
     """Read speculators' config.json of a DFlash drafter.
 
     Raises ConfigError when a field is missing, or names something this trainer cannot run: another
-    algorithm, a pruned vocabulary, sampling from the anchor, sliding layers.
+    algorithm, a pruned vocabulary, sampling from the anchor, sliding layers that are not causal.
     """
     layer = config.get("transformer_layer_config") or {}
+    if "sliding_attention" in (layer.get("layer_types") or ()) and config.get(
+        "sliding_window_non_causal"
+    ):
+        raise ConfigError(
+            f"{where}: sliding_window_non_causal is true and layers slide, which is not supported "
+            "yet; expected sliding layers whose blocks are causal."
+        )
     for name, expected in (
         ("speculators_model_type", ("dflash",)),
         ("sample_from_anchor", (False, None)),
