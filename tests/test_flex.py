@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from trainer import drafter as drafter_module
 from trainer import flex
 from trainer.config import DrafterConfig
-from trainer.drafter import Drafter, DrafterLayer
+from trainer.drafter import Drafter
 from trainer.flex import TILE, flex_mask
 
 
@@ -81,10 +81,8 @@ def test_rows_of_one_shape_share_compiled_code_and_equal_the_cpu_path(monkeypatc
     def compiled(function):
         return torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")
 
-    monkeypatch.setattr(drafter_module, "_compiled_layer", compiled(DrafterLayer.forward))
-    monkeypatch.setattr(
-        drafter_module, "_compiled_context_kv", compiled(drafter_module._context_kv)
-    )
+    for function in list(drafter_module._COMPILED):
+        monkeypatch.setitem(drafter_module._COMPILED, function, compiled(function))
     monkeypatch.setattr(flex, "_compiled_tiles", compiled(flex.visible_tiles))
     config = DrafterConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2,
@@ -109,5 +107,5 @@ def test_rows_of_one_shape_share_compiled_code_and_equal_the_cpu_path(monkeypatc
                 outs.append(drafter(embeddings, embeddings[0], kv, starts, ends, backend=backend))
         torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
         num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    # context; tiles of two masks; first, middle and last layer
-    assert num_graphs == [6, 6, 6]
+    # context; tiles of two masks; attention under each; norms and MLP of 4 and of 3 slots
+    assert num_graphs == [9, 9, 9]

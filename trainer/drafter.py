@@ -178,8 +178,9 @@ class DrafterLayer(nn.Module):
             qkv, attn.q_norm, attn.k_norm, k_context_SKD, v_context_SKD, rotation, plan
         )
         if is_last:
-            hidden, attended = hidden[:, 1:], attended[:, 1:]
-        residual = product(attended.contiguous(), attn.o_proj.weight)
+            # contiguous: other strides would be compiled for anew
+            hidden, attended = hidden[:, 1:].contiguous(), attended[:, 1:].contiguous()
+        residual = product(attended, attn.o_proj.weight)
         hidden, normed = _run(add_and_norm, compiled)(
             hidden, residual, self.post_attention_layernorm
         )

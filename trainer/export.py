@@ -170,11 +170,15 @@ def _describe(config: ExportConfig, checkpoint: Path, export: Export) -> str:
         ["of", str(checkpoint)],
         ["tensors", f"{len(export.tensors)}, {size_bytes / 1e6:,.1f} MB in bfloat16"],
         ["target layers", f"{list(drafter.target_layer_ids)} of {drafter.num_target_layers}"],
-        ["block", f"{drafter.block_size} slots, {num_drafted} drafted; not causal"],
+        ["block", f"{drafter.block_size} slots, {num_drafted} drafted; {_causality(drafter)}"],
     ]
     if config.format == "speculators":
         verifier = export.config["speculators_config"]["verifier"]["name_or_path"]
         rows += [["target", verifier], ["vLLM", f"vllm serve {config.output}"]]
+        if len(set(drafter.layer_types)) > 1:
+            rows.append(
+                ["warning", "vLLM takes full layers in this format for causal (vllm#56692): zlab"]
+            )
     else:
         speculative = {
             "method": "dflash",
@@ -190,3 +194,11 @@ def _describe(config: ExportConfig, checkpoint: Path, export: Export) -> str:
             ],
         ]
     return format_table([f"export {config.format}", str(config.output)], rows)
+
+
+def _causality(drafter: DrafterConfig) -> str:
+    sliding = drafter.layer_types.count("sliding_attention")
+    full = len(drafter.layer_types) - sliding
+    if not sliding:
+        return "not causal"
+    return f"causal in {sliding} layers of window {drafter.sliding_window}, not in {full} full ones"

@@ -92,9 +92,9 @@ class _FrozenHeadCrossEntropy(torch.autograd.Function):
                 teacher = teacher_CV[:size]
                 torch.mm(teacher_MH[chunk], head_VH.T, out=teacher)
                 if compiled:
-                    losses, right = _fused_divergence(logits_CV, teacher_CV, labels)
+                    losses, right = fused_divergence(logits_CV, teacher_CV, labels, compiled=True)
                 else:
-                    losses, right = _divergence_in_strips(logits, teacher, labels, wide)
+                    losses, right = _divergence_in_strips(logits, teacher, labels)
             elif compiled:
                 losses, right = _fused_softmax(logits_CV, labels)
             else:
@@ -137,43 +137,70 @@ def fused_softmax(
 
 
 def fused_divergence(
-    logits_CV: torch.Tensor, teacher_CV: torch.Tensor, labels_C: torch.Tensor
+    logits_CV: torch.Tensor,
+    teacher_CV: torch.Tensor,
+    labels_C: torch.Tensor,
+    *,
+    compiled: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return KL(teacher || drafter) and whether labels are on top; overwrite the logits by its
     gradient to them.
 
-    Written for a compiler, as `fused_softmax`.
+    Two pieces, each written for a compiler: as one it would write the gradient aside and copy it,
+    because the loss reads the logits in the same pass.
     """
-    wide_CV, teacher_CV = logits_CV.float(), teacher_CV.float()
-    right_C = wide_CV.gather(1, labels_C[:, None])[:, 0] >= wide_CV.amax(-1)
-    log_q_CV, log_p_CV = wide_CV.log_softmax(-1), teacher_CV.log_softmax(-1)
-    p_CV = log_p_CV.exp()
-    losses_C = (p_CV * (log_p_CV - log_q_CV)).sum(-1)
-    logits_CV.copy_(log_q_CV.exp() - p_CV)
+    measure = _compiled_divergence if compiled else _divergence
+    overwrite = _compiled_overwrite if compiled else _overwrite_by_difference
+    losses_C, right_C, lse_C, teacher_lse_C = measure(logits_CV, teacher_CV, labels_C)
+    overwrite(logits_CV, teacher_CV, lse_C, teacher_lse_C)
     return losses_C, right_C
 
 
+def _divergence(
+    logits_CV: torch.Tensor, teacher_CV: torch.Tensor, labels_C: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    # Returns losses, whether labels are on top, and log-sum-exps of both.
+    wide = torch.promote_types(logits_CV.dtype, torch.float32)
+    wide_CV, teacher_CV = logits_CV.to(wide), teacher_CV.to(wide)
+    right_C = wide_CV.gather(1, labels_C[:, None])[:, 0] >= wide_CV.amax(-1)
+    lse_C, teacher_lse_C = _log_sum_exp(wide_CV), _log_sum_exp(teacher_CV)
+    log_p_CV, log_q_CV = teacher_CV - teacher_lse_C[:, None], wide_CV - lse_C[:, None]
+    losses_C = (log_p_CV.exp() * (log_p_CV - log_q_CV)).sum(-1)
+    return losses_C, right_C, lse_C, teacher_lse_C
+
+
+def _log_sum_exp(wide_CV: torch.Tensor) -> torch.Tensor:
+    top_C = wide_CV.amax(-1)
+    return top_C + (wide_CV - top_C[:, None]).exp().sum(-1).log()
+
+
+def _overwrite_by_difference(
+    logits_CV: torch.Tensor,
+    teacher_CV: torch.Tensor,
+    lse_C: torch.Tensor,
+    teacher_lse_C: torch.Tensor,
+) -> None:
+    q_CV = (logits_CV.to(lse_C.dtype) - lse_C[:, None]).exp()
+    logits_CV.copy_(q_CV - (teacher_CV.to(lse_C.dtype) - teacher_lse_C[:, None]).exp())
+
+
+_compiled_divergence = torch.compile(_divergence, fullgraph=True, dynamic=False)
+_compiled_overwrite = torch.compile(_overwrite_by_difference, fullgraph=True, dynamic=False)
 _fused_softmax = torch.compile(fused_softmax, fullgraph=True, dynamic=False)
-_fused_divergence = torch.compile(fused_divergence, fullgraph=True, dynamic=False)
 
 
 def _divergence_in_strips(
-    logits_CV: torch.Tensor, teacher_CV: torch.Tensor, labels_C: torch.Tensor, wide: torch.dtype
+    logits_CV: torch.Tensor, teacher_CV: torch.Tensor, labels_C: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # As `fused_divergence`, a strip at a time: it needs several fp32 copies of what it works on.
-    losses_C = logits_CV.new_empty(len(labels_C), dtype=wide)
-    right_C = torch.empty_like(labels_C, dtype=torch.bool)
-    for row in range(0, len(labels_C), _CPU_STRIP_ROWS):
-        strip = slice(row, row + _CPU_STRIP_ROWS)
-        logits_RV = logits_CV[strip]
-        of_label_R = logits_RV.gather(1, labels_C[strip, None])[:, 0]
-        right_C[strip] = of_label_R >= logits_RV.amax(-1)
-        log_q_RV = logits_RV.log_softmax(-1, dtype=wide)
-        log_p_RV = teacher_CV[strip].log_softmax(-1, dtype=wide)
-        p_RV = log_p_RV.exp()
-        losses_C[strip] = (p_RV * (log_p_RV - log_q_RV)).sum(-1)
-        logits_RV.copy_(log_q_RV.exp_().sub_(p_RV))
-    return losses_C, right_C
+    # The fp32 copies of a strip stay in a CPU's cache.
+    strips = zip(
+        logits_CV.split(_CPU_STRIP_ROWS),
+        teacher_CV.split(_CPU_STRIP_ROWS),
+        labels_C.split(_CPU_STRIP_ROWS),
+        strict=True,
+    )
+    losses, right = zip(*(fused_divergence(*strip) for strip in strips), strict=True)
+    return torch.cat(losses), torch.cat(right)
 
 
 def _softmax_in_strips(
