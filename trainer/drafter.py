@@ -174,6 +174,8 @@ class DrafterLayer(nn.Module):
         if hidden.ndim == 2:
             block_size = rotation[0].shape[1]
             hidden, qkv = lay_out_blocks(hidden, block_size), lay_out_blocks(qkv, block_size)
+            if compiled and torch.is_grad_enabled():
+                hidden.requires_grad_()  # as in later layers: else compiled once more for this one
         attended = _run(attend, compiled)(
             qkv, attn.q_norm, attn.k_norm, k_context_SKD, v_context_SKD, rotation, plan
         )

@@ -54,7 +54,8 @@ class Masters:
 
 def _move_gradient_to(master: nn.Parameter) -> Callable[[torch.Tensor], None]:
     def move(lowered: torch.Tensor) -> None:
-        assert lowered.grad is not None
+        if lowered.grad is None:  # `trainer.products` has added it to the master's already
+            return
         if master.grad is None:
             master.grad = lowered.grad.to(master.dtype)
         else:

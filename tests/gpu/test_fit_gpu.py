@@ -77,6 +77,8 @@ def test_a_step_never_waits_for_the_gpu_and_compiles_nothing_new(folder):
     with loader:
         batches = list(loader)
     assert len({len(batch.labels_M) for batch in batches}) > 1
+    torch._dynamo.reset()
+    counters.clear()
     training.update(batches[:1])  # compiles
     graphs = counters["stats"]["unique_graphs"]
     torch.cuda.set_sync_debug_mode("error")
