@@ -11,6 +11,7 @@ import errno
 import fcntl
 import hashlib
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -125,7 +126,8 @@ def _make(
         if layout.plan_dir(cache_dir).exists():
             require_same_plan(cache_dir, planned.content, shards)
     except CacheMismatchError:
-        shutil.rmtree(layout.tokens_dir(cache_dir))  # it would never be asked for
+        # It would never be asked for.
+        shutil.rmtree(layout.tokens_dir(cache_dir), ignore_errors=True)
         raise
     write_plan(cache_dir, corpus.documents, shards, corpus.report, source)
     return planned
@@ -199,10 +201,15 @@ def require_same_plan(cache_dir: Path, content: ContentIdentity, shards: list[li
 @contextlib.contextmanager
 def _alone(folder: Path, until: Callable[[], bool]) -> Iterator[None]:
     """Wait, saying so, for the lock in `folder` or until there is nothing left to wait for."""
-    with _open_lock(folder) as file:
-        said_s = -_SAY_EVERY_S
-        while not _take(file) and not until():
-            if time.monotonic() - said_s >= _SAY_EVERY_S:
+    said_s = -_SAY_EVERY_S
+    while True:
+        with _open_lock(folder) as file:
+            taken = _take(file)
+            # Who held it may have deleted the folder, and a new one has another lock.
+            if (taken and _is_still_there(file)) or until():
+                yield
+                return
+            if time.monotonic() - said_s >= _SAY_EVERY_S and not taken:
                 said_s = time.monotonic()
                 done = sum(1 for _ in folder.glob("*/*.npz"))
                 file.seek(0)
@@ -211,8 +218,8 @@ def _alone(folder: Path, until: Callable[[], bool]) -> Iterator[None]:
                     file.read() or "another producer",
                     done,
                 )
+        if not taken:
             time.sleep(_WAIT_S)
-        yield
 
 
 def _open_lock(folder: Path) -> IO[str]:
@@ -221,6 +228,13 @@ def _open_lock(folder: Path) -> IO[str]:
         # Whoever made the plan deletes the folder, perhaps right now.
         with contextlib.suppress(FileNotFoundError), files.disk_full_named(folder):
             return (folder / "lock").open("a+")
+
+
+def _is_still_there(file: IO[str]) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
+    except FileNotFoundError:
+        return False
 
 
 def _take(file: IO[str]) -> bool:

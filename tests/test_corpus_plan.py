@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from conftest import byte_tokenizer, conversation, write_jsonl
@@ -155,3 +156,35 @@ def test_of_several_producers_one_tokenises_and_all_go_on(tmp_path, rows, monkey
     assert len(found) == 6
     assert all(one == found[0] for one in found)
     assert {path.name for path in (tmp_path / "cache").iterdir()} == {"plan"}
+
+
+def test_producers_that_waited_for_one_that_is_refused_are_refused_like_it(
+    tmp_path, rows, monkeypatch
+):
+    monkeypatch.setattr(corpus_plan, "_WAIT_S", 0.01)
+    load_corpus, folder = corpus_plan.load_corpus, tmp_path / "cache"
+    plan_of(config_of(folder, rows))
+    all_started, errors, at_work = threading.Barrier(4), [], threading.Lock()
+
+    def alone(*args):
+        assert at_work.acquire(blocking=False), "two producers tokenise at once"
+        time.sleep(0.1)  # the others come to wait
+        corpus = load_corpus(*args)
+        at_work.release()
+        return corpus
+
+    def start():
+        all_started.wait()
+        with pytest.raises(CacheMismatchError) as refused:
+            plan_of(config_of(folder, rows, seed=1))
+        errors.append(str(refused.value))
+
+    monkeypatch.setattr(corpus_plan, "load_corpus", alone)
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 4
+    assert len(set(errors)) == 1
+    assert not layout.tokens_dir(folder).exists()
