@@ -53,6 +53,10 @@ from hscache.target import Target
 log = logging.getLogger(__name__)
 
 _HASH_RANGE = 1 << 64
+_EXPONENT = np.uint16(0x7F80)
+"""All ones in a bf16 that is infinite or not a number."""
+_TRIED_FOR_EACH = 8
+"""Documents read at the most to find one that can be checked."""
 
 
 def run(config: ImportConfig, *, dry_run: bool = False) -> int:
@@ -205,21 +209,34 @@ class Import:
                 "that this is the model, is taken on trust"
             )
             return {"checked_documents": 0}
-        chosen = np.random.default_rng(self._config.store.seed).permutation(len(documents))
-        samples = [
-            Sample(
-                where=f"document {documents[i].source_row} of {self._config.source}",
-                ids_T=documents[i].ids_T,
-                bits_TLH=self._bits(documents[i].source_row, len(documents[i].ids_T)),
-            )
-            for i in chosen[:number]
-        ]
+        samples = self._samples(number)
         worst = check_layers(target, samples, self.layers.block_ids, self._convention)
         log.info(
             "%d documents run through the target: blocks %s are what is stored, to within %.2g%%",
-            *(number, list(self.layers.block_ids), 100 * worst),
+            *(len(samples), list(self.layers.block_ids), 100 * worst),
         )
-        return {"checked_documents": number, "largest_error": round(worst, 6)}
+        return {"checked_documents": len(samples), "largest_error": round(worst, 6)}
+
+    def _samples(self, number: int) -> list[Sample]:
+        """Choose documents to check, of which states that are not finite would say nothing."""
+        documents, samples = self.corpus.documents, []
+        order = np.random.default_rng(self._config.store.seed).permutation(len(documents))
+        for i in order[: number * _TRIED_FOR_EACH]:
+            document = documents[i]
+            bits_TLH = self._bits(document.source_row, len(document.ids_T))
+            if (bits_TLH & _EXPONENT == _EXPONENT).any():
+                continue
+            where = f"document {document.source_row} of {self._config.source}"
+            samples.append(Sample(where=where, ids_T=document.ids_T, bits_TLH=bits_TLH))
+            if len(samples) == number:
+                break
+        if not samples:
+            raise DataError(
+                f"{self._config.source}: none of the documents that were to be checked has finite "
+                "states, so nothing says whether the layers are right. Mend the source; something "
+                "overflowed when it was made."
+            )
+        return samples
 
     def start(self, target: Target) -> Cache:
         """Begin or continue the cache."""

@@ -64,7 +64,8 @@ class DeepSpecCache:
             shard = int(record["shard"])
             if shard not in sizes:
                 sizes[shard] = path.stat().st_size if path.is_file() else 0
-            end = int(record["states"]) + tokens * self._width * 2
+            token_bytes = {"ids": 4, "loss_mask": 1, "states": self._width * 2}
+            end = max(int(record[name]) + tokens * size for name, size in token_bytes.items())
             if int(record["sample"]) != number or end > sizes[shard]:
                 problem = f"its index entry ends at byte {end:,}, the shard has {sizes[shard]:,}"
                 yield PeerDocument(number=number, where=where, problem=problem)

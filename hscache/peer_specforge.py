@@ -11,6 +11,7 @@ The files are pickles: read with torch's weights-only loader, which builds tenso
 import gzip
 import io
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from pickle import UnpicklingError
@@ -52,7 +53,7 @@ class SpecForgeCache:
         for number, path in self._paths.items():
             try:
                 sample = _load(path)
-            except (OSError, RuntimeError, EOFError, ValueError) as error:
+            except (OSError, RuntimeError, EOFError, ValueError, zlib.error) as error:
                 problem = f"it cannot be read, is it cut? ({_first_line(error)})"
                 yield PeerDocument(number=number, where=str(path), problem=problem)
                 continue

@@ -261,6 +261,11 @@ def test_other_floats_are_rounded_and_it_is_recorded(dtype, samples, llama_dir, 
     assert ("float16" in caplog.text) == (dtype == "float16")
 
 
+def published_checks(cache):
+    manifests = [cache.shard_manifest(shard) for shard in cache.published_shards()]
+    return {manifest.provenance["checked_documents"] for manifest in manifests}
+
+
 def test_unusable_states_are_quarantined_and_too_many_stop(samples, llama_dir, tmp_path):
     spoilt = [dataclasses.replace(s, blocks=s.blocks.clone()) for s in samples]
     spoilt[5].blocks[2, 1, 3] = float("nan")
@@ -273,6 +278,13 @@ def test_unusable_states_are_quarantined_and_too_many_stop(samples, llama_dir, t
     found = [q for s in cache.published_shards() for q in cache.shard_manifest(s).quarantined]
     assert [int(cache.plan.source_rows[q.document]) for q in found] == [5]
     assert found[0].reason == "states that are not finite"
+    checked = dataclasses.replace(config, store=store, check_documents=24, shard_dir=tmp_path / "d")
+    assert published_checks(import_cache(checked)) == {23}
+    for sample in spoilt:
+        sample.blocks[0] = float("inf")
+    source = write_deepspec(tmp_path / "inf", spoilt)
+    with pytest.raises(DataError, match=r"none of the documents .* has finite states"):
+        import_cache(dataclasses.replace(checked, source=source, shard_dir=tmp_path / "e"))
 
 
 def test_files_at_odds_with_themselves_are_left_out_and_counted(samples, llama_dir, tmp_path):
@@ -316,6 +328,27 @@ def test_a_document_of_wrong_lengths_or_values_is_refused(
     source = write_specforge(tmp_path / "sf", [wrong])
     with pytest.raises(HscacheError, match=words):
         import_cache(unchecked(tmp_path / "c", source, llama_dir))
+
+
+def test_a_damaged_byte_in_a_packed_file_is_no_traceback(samples, llama_dir, tmp_path):
+    source = write_specforge(tmp_path / "sf", samples[:3], gz=True)
+    packed = source / "rows_0-10" / "data_1.ckpt.gz"
+    data = bytearray(packed.read_bytes())
+    data[20:60] = bytes(40)  # no deflate stream
+    packed.write_bytes(data)
+    with pytest.raises(HscacheError, match=r"data_1\.ckpt\.gz: it cannot be read, is it cut"):
+        import_cache(unchecked(tmp_path / "c", source, llama_dir))
+
+
+@pytest.mark.parametrize("column", [2, 4])  # after number, shard and tokens: ids, mask
+def test_a_deepspec_index_that_points_nowhere_is_refused(column, samples, llama_dir, tmp_path):
+    source = write_deepspec(tmp_path / "ds", samples[:3])
+    index = bytearray((source / "samples.idx").read_bytes())
+    index[8 * column : 8 * column + 8] = b"\xff" * 8
+    (source / "samples.idx").write_bytes(index)
+    config = unchecked(tmp_path / "c", source, llama_dir, "deepspec", ids=None)
+    with pytest.raises(HscacheError, match="its index entry ends at byte 18,446,744"):
+        import_cache(config)
 
 
 def test_a_cut_deepspec_cache_is_refused(sources, samples, llama_dir, tmp_path):
