@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from hscache.errors import ConfigError
+from hscache.jsonl import is_unicode
 
 if TYPE_CHECKING:
     from hscache.config import RegenerateConfig
@@ -137,7 +138,7 @@ def parse_completion(data: bytes) -> Completion:
     except (LookupError, TypeError, AttributeError) as error:
         raise UnusableAnswer(f"a response without an answer: {shorten(data)}") from error
     texts = [text for text in (thinking, content) if text is not None]
-    if not all(isinstance(text, str) and _is_unicode(text) for text in texts):
+    if not all(isinstance(text, str) and is_unicode(text) for text in texts):
         raise UnusableAnswer(f"an answer that is no text: {shorten(data)}")
     if reason not in ("stop", "length", "tool_calls"):
         raise UnusableAnswer(f"finish_reason {reason!r}, so the answer may not be whole")
@@ -233,12 +234,3 @@ def _parse_json(data: bytes) -> dict[str, Any]:
 def _count(usage: Any, name: str) -> int | None:
     value = usage.get(name) if isinstance(usage, dict) else None
     return value if isinstance(value, int) else None
-
-
-def _is_unicode(text: str) -> bool:
-    """Tell text from what JSON's lone `\\ud83d` escapes give, which cannot be written."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

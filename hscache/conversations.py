@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from hscache.errors import DataError
 from hscache.inputs import RawRow
+from hscache.jsonl import is_unicode
 
 _SHOWN = 120
 """Longest piece of a row that is quoted in a message."""
@@ -76,7 +77,7 @@ def parse_row(row: RawRow) -> Conversation | PlainText | Tokens:
     if tokens:
         return _parse_tokens(values, row.where)
     if not forms and isinstance(values.get("text"), str):
-        if not _is_unicode(values["text"]):
+        if not is_unicode(values["text"]):
             raise _half_pair(row.where, "`text`")
         return PlainText(text=values["text"], where=row.where)
     if not forms and "text" in values:
@@ -189,7 +190,7 @@ def _check_message(message: Any, index: int, where: str) -> dict[str, Any]:
                 f"{where}: {of} is not text: found {str(text)[:_SHOWN]} in message {index + 1}. "
                 "Content parts and images are not supported; write text, or delete the row."
             )
-        if not _is_unicode(text + message["role"]):
+        if not is_unicode(text + message["role"]):
             raise _half_pair(where, of)
     return message
 
@@ -240,12 +241,3 @@ def _half_pair(where: str, of: str) -> DataError:
     return DataError(
         f"{where}: {of} holds half a surrogate pair, which is no text. Mend or delete the row."
     )
-
-
-def _is_unicode(text: str) -> bool:
-    """Tell text from what JSON's lone `\\ud83d` escapes give, which no tokenizer can read."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

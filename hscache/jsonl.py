@@ -44,6 +44,16 @@ def parse_line(line: bytes, path: str | Path, number: int) -> dict[str, Any]:
     return _parse(_decode(line, path), f"{path}, line {number}")
 
 
+def is_unicode(text: str) -> bool:
+    """Tell text from what JSON's lone `\\ud83d` escapes give, which can be neither written nor read
+    by a tokenizer."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield (1-based line number, line) of a file as it was unpacked, blank lines left out.
 

@@ -4,6 +4,7 @@ Everything is made on the spot from seeds: no network, nothing outside the repos
 """
 
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -63,6 +64,15 @@ def save_target(folder: Path, model_type: str, **changes) -> Path:
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_log_handler_is_left():
+    """The command line logs to the stderr of its time, which a test's end closes."""
+    yield
+    root = logging.getLogger()
+    for handler in [h for h in root.handlers if type(h).__module__ == "hscache.progress"]:
+        root.removeHandler(handler)
 
 
 @pytest.fixture(scope="session")

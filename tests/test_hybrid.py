@@ -6,7 +6,6 @@ Axes: T tokens of a pack, L captured layers, H hidden.
 import functools
 import inspect
 import itertools
-import logging
 import shutil
 
 import numpy as np
@@ -255,16 +254,6 @@ def test_other_hybrids_stay_refused_by_name(tmp_path):
         load(tmp_path)
 
 
-@pytest.fixture
-def _no_log_handler_is_left():
-    """The command line logs to the stderr of its time, which a test's end closes."""
-    yield
-    root = logging.getLogger()
-    for handler in [h for h in root.handlers if type(h).__module__ == "hscache.progress"]:
-        root.removeHandler(handler)
-
-
-@pytest.mark.usefixtures("_no_log_handler_is_left")
 def test_produce_makes_a_cache_of_a_hybrid(hybrid_dir, corpus_file, tmp_path):
     ids = ",".join(map(str, LAYER_IDS))
     args = command(tmp_path / "cache", hybrid_dir, corpus_file, target__target_layer_ids=ids)

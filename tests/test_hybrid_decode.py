@@ -2,7 +2,6 @@
 without any cache; and the commands that decode, on its multimodal checkpoint."""
 
 import json
-import logging
 import random
 
 import pytest
@@ -174,16 +173,6 @@ def prompts_file(tmp_path):
     return write_jsonl(tmp_path / "prompts.jsonl", rows)
 
 
-@pytest.fixture
-def _no_log_handler_is_left():
-    """The command line logs to the stderr of its time, which a test's end closes."""
-    yield
-    root = logging.getLogger()
-    for handler in [h for h in root.handlers if type(h).__module__ == "hscache.progress"]:
-        root.removeHandler(handler)
-
-
-@pytest.mark.usefixtures("_no_log_handler_is_left")
 def test_regenerate_answers_with_a_hybrid(checkpoint, prompts_file, tmp_path):
     config = hs.RegenerateConfig(
         target=str(checkpoint), prompts=(str(prompts_file),), output=tmp_path / "answers.jsonl",
@@ -194,7 +183,6 @@ def test_regenerate_answers_with_a_hybrid(checkpoint, prompts_file, tmp_path):
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 3
 
 
-@pytest.mark.usefixtures("_no_log_handler_is_left")
 def test_eval_decodes_with_a_hybrid(checkpoint, prompts_file, corpus_file, tmp_path):
     produce(
         hs.ProduceConfig(

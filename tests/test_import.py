@@ -3,7 +3,6 @@
 import dataclasses
 import gzip
 import json
-import logging
 import os
 import pickle
 import shutil
@@ -23,15 +22,6 @@ from hscache.errors import CacheMismatchError, ConfigError, DataError, HscacheEr
 from hscache.import_cache import import_cache
 from hscache.peer import count_slots, resolve_layers
 from trainer.cli import main as trainer
-
-
-@pytest.fixture(autouse=True)
-def _no_log_handler_is_left():
-    """The command line logs to the stderr of its time, which a test's end closes."""
-    yield
-    root = logging.getLogger()
-    for handler in [h for h in root.handlers if type(h).__module__ == "hscache.progress"]:
-        root.removeHandler(handler)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """`hscache inspect` on small caches: what it says is what is there, damaged or not."""
 
 import json
-import logging
 import re
 import shutil
 import subprocess
@@ -18,15 +17,6 @@ from hscache.cli import main
 from hscache.inspect_document import mask_runs, sparkline
 from hscache.producers import Producer
 from hscache.reader import open_cache
-
-
-@pytest.fixture(autouse=True)
-def _no_log_handler_is_left():
-    """The command line logs to the stderr of its time, which a test's end closes."""
-    yield
-    root = logging.getLogger()
-    for handler in [h for h in root.handlers if type(h).__module__ == "hscache.progress"]:
-        root.removeHandler(handler)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ Commands run in this process in a folder of broken things, on a tiny target, cac
 """
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -44,15 +43,6 @@ IMPORT = (
     "import --format specforge --source peer --target tiny --layer-convention block "
     "--layer-ids 1 3 --allow-pickle --shard-dir out/imported --device cpu"
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_log_handler_is_left():
-    """The command line logs to the stderr of its time, which a test's end closes."""
-    yield
-    root = logging.getLogger()
-    for handler in [h for h in root.handlers if type(h).__module__ == "hscache.progress"]:
-        root.removeHandler(handler)
 
 
 def spoil_targets(world: Path, llama_dir: Path) -> None:

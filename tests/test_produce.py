@@ -1,7 +1,6 @@
 """`hscache produce` end to end on a tiny target: resume, races, refusals, bad states, bad disks."""
 
 import json
-import logging
 import os
 import shutil
 import signal
@@ -29,15 +28,6 @@ from hscache.manifest import Identity, read_group
 from hscache.plan import Plan
 from hscache.produce import cut_packs
 from hscache.target import Target
-
-
-@pytest.fixture(autouse=True)
-def _no_log_handler_is_left():
-    """The command line logs to the stderr of its time, which a test's end closes."""
-    yield
-    root = logging.getLogger()
-    for handler in [h for h in root.handlers if type(h).__module__ == "hscache.progress"]:
-        root.removeHandler(handler)
 
 
 def run_here(*args, **settings) -> int:

@@ -1,7 +1,6 @@
 """Soft labels: what the cache stores of the target's last block is what the target itself says."""
 
 import dataclasses
-import logging
 import re
 import shutil
 
@@ -33,15 +32,6 @@ SHAPE = DrafterShape(
     num_hidden_layers=1, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1,
     head_dim=16, block_size=4, mask_token_id=1,
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _no_log_handler_is_left():
-    """The command line logs to the stderr of its time, which a test's end closes."""
-    yield
-    root = logging.getLogger()
-    for handler in [h for h in root.handlers if type(h).__module__ == "hscache.progress"]:
-        root.removeHandler(handler)
 
 
 @pytest.fixture(scope="module")
