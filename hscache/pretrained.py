@@ -81,10 +81,13 @@ def _quiet() -> Iterator[None]:
 
 
 def load_pretrained(loader: Any, path: str, **options: Any) -> Any:
-    """Load a part of a pretrained model; its many errors become one of ours, with the cause."""
+    """Load a part of a pretrained model; its many errors become one of ours, with the cause.
+
+    Code that comes with a model runs only if `options` say so; nobody is asked.
+    """
     try:
         with _quiet():
-            return loader.from_pretrained(path, **options)
+            return loader.from_pretrained(path, **{"trust_remote_code": False, **options})
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"the target {path!r} cannot be loaded: {_what_is_wrong(path, loader, error)}. "
@@ -95,6 +98,11 @@ def load_pretrained(loader: Any, path: str, **options: Any) -> Any:
 
 def _what_is_wrong(path: str, loader: Any, error: Exception) -> str:
     """Say which part of a folder is missing, for transformers speaks of the consequences."""
+    if "trust_remote_code" in str(error):
+        return (
+            "it brings code of its own, which is not run unless you say so: read it, then set "
+            "trust_remote_code of `produce` or `import`; the other commands never run it"
+        )
     folder = Path(path)
     if folder.is_dir():
         needed = {AutoTokenizer: "tokenizer.json", AutoModelForCausalLM: "*.safetensors"}
