@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 from hscache.errors import CacheMismatchError, ShardCorruptError
 from hscache.planes import Codec
-from hscache.zarr_array import ArrayRecord, canonical_json, checksum_hex, read_small_file
+from hscache.zarr_array import ArrayRecord, canonical_json, checksum_hex
+from hscache.zarr_reader import read_small_file
 
 SCHEMA_VERSION = 1
 LAYER_CONVENTION = "output of decoder block i, 0-based, before any norm"

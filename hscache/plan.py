@@ -19,7 +19,8 @@ import numpy.typing as npt
 from hscache import files
 from hscache.layout import PLAN_ARRAYS, plan_dir
 from hscache.manifest import SCHEMA_VERSION, encode_group, read_group
-from hscache.zarr_array import ArrayRecord, ZarrArrayReader, ZarrArrayWriter
+from hscache.zarr_array import ArrayRecord, ZarrArrayWriter
+from hscache.zarr_reader import ZarrArrayReader
 
 _CACHED_CHUNKS = 64
 """16 MB of token ids"""

@@ -24,7 +24,7 @@ from hscache.errors import CacheIncompleteError, CacheMismatchError, ConfigError
 from hscache.manifest import Identity, ShardManifest, cache_fingerprint, read_group
 from hscache.plan import Plan
 from hscache.planes import ARRAYS, Bits, decode
-from hscache.zarr_array import ZarrArrayReader
+from hscache.zarr_reader import ZarrArrayReader
 
 if TYPE_CHECKING:
     import torch

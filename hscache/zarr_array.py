@@ -1,9 +1,10 @@
-"""Write and read one Zarr v3 array as a single Zarr shard file, without going through zarr-python.
+"""Write one Zarr v3 array as a single Zarr shard file, without going through zarr-python.
 
 Takes numpy arrays and a folder; leaves `zarr.json` and one `c.0...` file in it that every Zarr v3
 reader opens (core codecs only: bytes, zstd, crc32c, sharding_indexed). Each array is one Zarr
 shard; its inner chunks end in a crc32c, and an index of (offset, nbytes) pairs with its own crc32c
 closes the file. The writer streams: rows are appended, the shape is known only at the end.
+`zarr_reader` reads it back.
 
 Zarr v3 core spec and sharding_indexed v1.0: https://zarr-specs.readthedocs.io
 """
@@ -12,7 +13,6 @@ import contextlib
 import json
 import math
 import os
-import stat
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -20,11 +20,9 @@ from pathlib import Path
 from types import TracebackType
 
 import crc32c
-import numcodecs.zstd
 import numpy as np
 import zstandard
 
-from hscache.errors import ShardCorruptError
 from hscache.files import disk_full_named, fsync_folder, write_durable
 
 CHECKSUM_BYTES = 4
@@ -240,174 +238,3 @@ def _band_chunks(band: np.ndarray, layout: ArrayLayout) -> Iterator[np.ndarray]:
             slice(p * c, (p + 1) * c) for p, c in zip(position, layout.chunk_row_shape, strict=True)
         )
         yield band[(slice(None), *window)]
-
-
-class ZarrArrayReader:
-    """Read rows of an array written by `ZarrArrayWriter`, checking every checksum on the way.
-
-    Opening checks file size, metadata and index against the record of the group's attributes, so a
-    truncated or foreign file is found before any payload is read.
-    """
-
-    def __init__(self, folder: Path, layout: ArrayLayout, record: ArrayRecord) -> None:
-        self.path = folder / layout.file_name
-        self.layout = layout
-        self.num_rows = record.num_rows
-        metadata = read_small_file(folder / "zarr.json")
-        if checksum_hex(metadata) != record.metadata_crc32c:
-            raise _corrupt(folder / "zarr.json", "its checksum is not the one in the group")
-        if metadata != canonical_json(layout.metadata(record.num_rows)):
-            raise _corrupt(folder / "zarr.json", "it does not describe the array expected here")
-        self._descriptor = _open_regular(self.path)
-        try:
-            found = os.fstat(self._descriptor).st_size
-            if found != record.size_bytes:
-                raise _corrupt(self.path, f"size {found:,} bytes, expected {record.size_bytes:,}")
-            self._index = self._read_index(record.size_bytes)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Close the file; reading afterwards is an error."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __del__(self) -> None:
-        if getattr(self, "_descriptor", -1) >= 0:
-            self.close()
-
-    def read(self, start: int, stop: int, column: int | None = None) -> np.ndarray:
-        """Return rows [start, stop) as a new array [n, *row_shape].
-
-        `column` reads one chunk column only (one layer of [tokens, layers, hidden]) and gives
-        [n, *chunk_row_shape]; the other columns are not touched.
-
-        Raises ShardCorruptError when a checksum or a frame is wrong.
-        """
-        row_shape = self.layout.row_shape if column is None else self.layout.chunk_row_shape
-        out = np.empty((stop - start, *row_shape), self.layout.dtype)
-        self.read_into(out, start, column)
-        return out
-
-    def read_into(self, out: np.ndarray, start: int, column: int | None = None) -> None:
-        """Fill `out` with the rows from `start` on; as `read`, without a new array."""
-        layout, stop = self.layout, start + len(out)
-        assert 0 <= start <= stop <= self.num_rows
-        columns = range(layout.chunks_per_band) if column is None else [column]
-        for band in range(start // layout.chunk_rows, layout.num_bands(stop)):
-            first = band * layout.chunk_rows
-            low, high = max(start, first), min(stop, first + layout.chunk_rows)
-            for chunk_column in columns:
-                chunk = self._read_chunk(band * layout.chunks_per_band + chunk_column)
-                window = _column_window(layout, chunk_column) if column is None else ()
-                out[(slice(low - start, high - start), *window)] = chunk[low - first : high - first]
-
-    def _read_index(self, size_bytes: int) -> np.ndarray:
-        index_bytes = self.layout.index_bytes(self.num_rows)
-        if size_bytes < index_bytes:
-            raise _corrupt(self.path, f"{size_bytes} bytes cannot hold an index of {index_bytes}")
-        payload_bytes = size_bytes - index_bytes
-        raw = _pread(self._descriptor, index_bytes, payload_bytes, self.path)
-        body, checksum = raw[:-CHECKSUM_BYTES], raw[-CHECKSUM_BYTES:]
-        if crc32c.crc32c(body) != int.from_bytes(checksum, "little"):
-            raise _corrupt(self.path, "the shard index fails its checksum")
-        index = np.frombuffer(body, "<u8").reshape(-1, 2)
-        # We write chunks back to back, so anything else is forged or damaged. The first test keeps
-        # the sums below from wrapping around.
-        offsets, sizes = index[:, 0], index[:, 1]
-        ends = np.cumsum(sizes)
-        tiles = (
-            bool((sizes <= payload_bytes).all())
-            and np.array_equal(offsets, ends - sizes)
-            and (int(ends[-1]) if len(ends) else 0) == payload_bytes
-        )
-        if not tiles:
-            raise _corrupt(self.path, "the shard index does not tile the file")
-        return index
-
-    def _read_chunk(self, number: int) -> np.ndarray:
-        offset, size = (int(value) for value in self._index[number])
-        raw = _pread(self._descriptor, size, offset, self.path)
-        body = memoryview(raw)[:-CHECKSUM_BYTES]
-        if crc32c.crc32c(body) != int.from_bytes(raw[-CHECKSUM_BYTES:], "little"):
-            raise _corrupt(self.path, f"inner chunk {number} fails its checksum")
-        expected = self.layout.chunk_bytes
-        if self.layout.compressed:
-            body = _decompress(body, expected, self.path, number)
-        if len(body) != expected:
-            raise _corrupt(self.path, f"inner chunk {number} has {len(body)} bytes, not {expected}")
-        dtype = np.dtype(self.layout.dtype).newbyteorder("<")
-        return np.frombuffer(body, dtype).reshape(self.layout.chunk_shape)
-
-
-def _column_window(layout: ArrayLayout, column: int) -> tuple[slice, ...]:
-    counts = [s // c for s, c in zip(layout.row_shape, layout.chunk_row_shape, strict=True)]
-    position = np.unravel_index(column, counts) if counts else ()
-    return tuple(
-        slice(int(p) * c, (int(p) + 1) * c)
-        for p, c in zip(position, layout.chunk_row_shape, strict=True)
-    )
-
-
-def _decompress(frame: memoryview, expected: int, path: Path, number: int) -> memoryview:
-    try:
-        claimed = zstandard.frame_content_size(frame)
-    except zstandard.ZstdError as error:
-        raise _corrupt(path, f"inner chunk {number} is no zstd frame") from error
-    if claimed != expected:  # nothing is allocated on the word of a forged frame
-        raise _corrupt(path, f"inner chunk {number} claims {claimed} bytes, expected {expected}")
-    out = np.empty(expected, np.uint8)
-    try:
-        numcodecs.zstd.decompress(frame, out)
-    except (RuntimeError, ValueError) as error:
-        raise _corrupt(path, f"inner chunk {number} does not decompress: {error}") from error
-    return out.data
-
-
-def _open_regular(path: Path) -> int:
-    try:
-        # without O_NONBLOCK a pipe in a file's place would wait for a writer for ever
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        raise _corrupt(path, f"it cannot be opened ({error.strerror})") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise _corrupt(path, "it is no regular file")
-    return descriptor
-
-
-def read_small_file(path: Path, limit_bytes: int = 1 << 26) -> bytes:
-    """Return a metadata file's bytes; raise ShardCorruptError if it cannot be one of ours."""
-    descriptor = _open_regular(path)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size > limit_bytes:
-            raise _corrupt(path, f"{size:,} bytes is too large for metadata")
-        return _pread(descriptor, size, 0, path)
-    finally:
-        os.close(descriptor)
-
-
-def _pread(descriptor: int, size: int, offset: int, path: Path) -> bytes:
-    parts: list[bytes] = []
-    while size > 0:
-        try:
-            part = os.pread(descriptor, size, offset)
-        except OSError as error:
-            raise _corrupt(path, f"reading at {offset:,} failed ({error.strerror})") from error
-        if not part:
-            raise _corrupt(path, f"it ends at {offset:,}, {size:,} bytes early")
-        parts.append(part)
-        size -= len(part)
-        offset += len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _corrupt(path: Path, what: str) -> ShardCorruptError:
-    return ShardCorruptError(
-        f"{path} is damaged: {what}. Delete the shard's folder (or plan/, if it lies there) and "
-        "run `hscache produce` again with the same settings: it remakes what is missing and "
-        "nothing else."
-    )

@@ -16,11 +16,11 @@ from hscache.errors import DiskFullError, ShardCorruptError
 from hscache.layout import flat_layout, state_layouts
 from hscache.zarr_array import (
     ArrayLayout,
-    ZarrArrayReader,
     ZarrArrayWriter,
     canonical_json,
     checksum_hex,
 )
+from hscache.zarr_reader import ZarrArrayReader
 
 SMALL = ArrayLayout(
     dtype="uint8",
