@@ -11,6 +11,7 @@ from typing import Literal
 from hscache.chat_api import parse_extra_body, server_url
 from hscache.errors import ConfigError
 from hscache.planes import Codec
+from hscache.template_kwargs import parse_template_kwargs
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["bfloat16", "float32"]
@@ -56,10 +57,14 @@ class TargetConfig:
     """auto takes the GPU of LOCAL_RANK if there is one."""
     trust_remote_code: bool = False
     """Run code shipped with the model. Recorded in the cache; a cache never switches it on."""
+    chat_template_kwargs: str | None = None
+    """JSON object of variables of the chat template, such as {"enable_thinking": false}: those the
+    answers were made with. Recorded in the cache."""
 
     def __post_init__(self) -> None:
         if self.num_features < 1:
             raise ConfigError(f"target.num_features is {self.num_features}; expected at least 1.")
+        parse_template_kwargs(self.chat_template_kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)

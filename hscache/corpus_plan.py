@@ -27,6 +27,7 @@ from hscache import files, layout
 from hscache.config import ProduceConfig, StoreConfig
 from hscache.documents import Corpus, load_corpus, require_share, tokens_key
 from hscache.errors import CacheMismatchError
+from hscache.inputs import find_files
 from hscache.manifest import ContentIdentity, read_group
 from hscache.plan import (
     Plan,
@@ -36,6 +37,7 @@ from hscache.plan import (
     deal_into_shards,
     write_plan,
 )
+from hscache.template_kwargs import parse_template_kwargs, require_answered_so
 from hscache.zarr_array import canonical_json
 
 log = logging.getLogger(__name__)
@@ -80,6 +82,7 @@ def content_identity(
 
 def preview(config: ProduceConfig, tokenizer: Any) -> PlannedCorpus:
     """Return what the plan would be, or is; leave nothing in the cache folder."""
+    _require_answered_so(config)
     key = tokens_key(config.data, tokenizer, config.store.seed)
     made = _made_before(config, _source_sha256(config, key))
     return made or _deal(config, load_corpus(config.data, tokenizer, config.store.seed))[0]
@@ -92,6 +95,7 @@ def make_plan(
 
     Raises DataError as `load_corpus` does, CacheMismatchError when `plan/` holds another plan.
     """
+    _require_answered_so(config)
     cache_dir, seed = config.shard_dir, config.store.seed
     key = tokens_key(config.data, tokenizer, seed)
     source = _source_sha256(config, key)
@@ -103,6 +107,13 @@ def make_plan(
             shutil.rmtree(folder, ignore_errors=True)  # another may be at it
     check(made)
     return made
+
+
+def _require_answered_so(config: ProduceConfig) -> None:
+    """Refuse rows that a server answered to other prompts than they would be rendered with."""
+    rows = find_files([*config.data.train, *config.data.held_out])
+    values = parse_template_kwargs(config.target.chat_template_kwargs)
+    require_answered_so([file.path for file in rows], values)
 
 
 def _make(

@@ -50,6 +50,8 @@ class StatesIdentity:
     trust_remote_code: bool
     origin: str = ""
     """ "" for states captured here, else `imported from ...`: another program captured them"""
+    template_kwargs: str = ""
+    """JSON of the variables that were set in the chat template, which `template_sha256` is of"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,7 @@ class Identity:
         return canonical_json(_plain(self))
 
 
-_LATER_FIELDS = ("last_hidden", "origin")
+_LATER_FIELDS = ("last_hidden", "origin", "template_kwargs")
 
 # A folder may be moved or named differently; its hashes say whether it is the same target.
 _FREE_FIELDS = {"states.target"}

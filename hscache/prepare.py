@@ -26,6 +26,7 @@ from hscache.manifest import (
 from hscache.plan import write_plan
 from hscache.reader import Cache, open_cache
 from hscache.target import Target
+from hscache.template_kwargs import parse_template_kwargs
 from hscache.zarr_array import canonical_json
 
 
@@ -157,6 +158,11 @@ def _absolute(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).is_dir() else path
 
 
+def _canonical(template_kwargs: str | None) -> str:
+    values = parse_template_kwargs(template_kwargs)
+    return canonical_json(values).decode() if values else ""
+
+
 def states_identity(config: TargetConfig, target: Target, frozen: bytes) -> StatesIdentity:
     """Return what the states of a loaded target mean."""
     return StatesIdentity(
@@ -175,6 +181,7 @@ def states_identity(config: TargetConfig, target: Target, frozen: bytes) -> Stat
         vocab_size=int(target.config.vocab_size),
         dtype=config.dtype,
         trust_remote_code=config.trust_remote_code,
+        template_kwargs=_canonical(config.chat_template_kwargs),
     )
 
 

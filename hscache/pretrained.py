@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hscache.config import TargetConfig, spaced_layer_ids
 from hscache.errors import ConfigError, UnsupportedTargetError
+from hscache.template_kwargs import parse_template_kwargs, set_template_kwargs
 
 _FULL_ATTENTION = {"full_attention", "attention"}
 _HYBRID_TYPES = {"qwen3_5", "qwen3_5_text"}
@@ -41,7 +42,8 @@ def load_config(config: TargetConfig) -> tuple[Any, str]:
 
 
 def load_tokenizer(config: TargetConfig, revision: str = "") -> Any:
-    """Return the target's tokenizer, which must be a fast one with a chat template."""
+    """Return the target's tokenizer, which must be a fast one with a chat template; variables of
+    the template are set in it."""
     options = pretrained_options(config, revision)
     tokenizer = load_pretrained(AutoTokenizer, config.path, **options)
     if not (tokenizer.is_fast and tokenizer.chat_template):
@@ -51,6 +53,7 @@ def load_tokenizer(config: TargetConfig, revision: str = "") -> Any:
             "conversations cannot become tokens. Use an instruction-tuned target, or add the file "
             "to its folder."
         )
+    set_template_kwargs(tokenizer, parse_template_kwargs(config.chat_template_kwargs))
     return tokenizer
 
 

@@ -35,6 +35,7 @@ from hscache.prompts import prompt_ids, read_prompts
 from hscache.reader import Cache, Document, open_cache
 from hscache.report import format_table
 from hscache.settings import to_dict
+from hscache.template_kwargs import parse_template_kwargs, set_template_kwargs
 from trainer.acceptance import Acceptance
 from trainer.checkpoint import STATE, load_drafter, read_state, resolve_checkpoint
 from trainer.config import EvalConfig
@@ -150,6 +151,8 @@ def decode_prompts(
     revision = cache.identity.states.revision or None
     _require_config(path, revision, cache)
     tokenizer = load_pretrained(AutoTokenizer, path, revision=revision)
+    values = parse_template_kwargs(cache.identity.states.template_kwargs)
+    set_template_kwargs(tokenizer, values)  # prompts as those the drafter has learned from
     _require_tokenizer(tokenizer, path, cache)
     target = load_model(path, dtype=dtype, revision=revision).to(device).eval()
     _require_frozen(target, frozen, path, cache)
