@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_cache import HIDDEN, LAYER_IDS, NUM_LAYERS, SHAPE, VOCAB
+from trainer_cache import HIDDEN, LAYER_IDS, MASK, NUM_LAYERS, SHAPE, VOCAB
 
 from hscache.errors import ConfigError
 from trainer.config import DrafterConfig
@@ -30,7 +30,16 @@ CONFIG = DrafterConfig(
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
         ({"is_causal": True}, "is_causal"),
         ({"hidden_size": None}, "does not say hidden_size;"),
-        ({"hidden_size": "32"}, "unusable"),
+        ({"hidden_size": "32"}, "hidden_size is '32'; expected a whole number"),
+        ({"hidden_size": 32.0}, r"hidden_size is 32\.0; expected a whole number"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x'; expected a number"),
+        ({"rope_parameters": [1]}, r"rope_parameters is \[1\]; expected an object"),
+        ({"layer_types": "full_attention"}, "layer_types is 'full_attention'; expected a list"),
+        ({"layer_types": [["x"]]}, "expected a list of texts"),
+        (
+            {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 2.0]}},
+            r"target_layer_ids is \[0, 2\.0\]; expected a list of whole numbers",
+        ),
         ({"dflash_config": None}, "no DFlash config"),
         ({"dflash_config": {"target_layer_ids": [0, 2]}}, "does not say mask_token_id;"),
         ({"is_neox_style": False}, "is_neox_style"),

@@ -312,6 +312,21 @@ def test_cache_of_another_target_is_refused_with_a_diff(run_dir, published, tmp_
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda w: w.index_fill(0, torch.tensor([0]), torch.nan), "holds NaN or infinity"),
+        (lambda w: w.to(torch.int8), r"is of torch\.int8; expected bfloat16"),
+    ],
+)
+def test_weights_that_are_no_numbers_are_not_handed_on(published, tmp_path, spoil, words):
+    tensors = load_file(published / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("down_proj.weight"))
+    save_file({**tensors, name: spoil(tensors[name])}, published / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"{name} {words}"):
+        export(published, tmp_path / "out", "zlab", None)
+
+
 def test_nothing_is_overwritten(published, tmp_path):
     export(published, tmp_path / "out", "zlab")
     before = (tmp_path / "out" / "model.safetensors").stat()

@@ -142,6 +142,8 @@ def test_their_folder_loads_with_or_without_the_targets_tensors(tmp_path, with_t
         (changed(aux_hidden_state_layer_ids=[1, 5]), "found the last block 4"),
         (changed(mask_token_id=None), "does not say mask_token_id"),
         (changed(mask_token_id=128), "found 128, expected 0 to 127"),
+        (changed(transformer_layer_config=[1]), r"transformer_layer_config is \[1\]"),
+        (changed(aux_hidden_state_layer_ids=[True, 3]), "expected numbers from 1"),
         (changed(transformer_layer_config=...), "transformer_layer_config is missing"),
         (changed(layer={"layer_types": ["sliding_attention"]}), "use_sliding_window is not true"),
         (

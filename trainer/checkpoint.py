@@ -348,11 +348,26 @@ def load_drafter(checkpoint: Path, *, num_target_layers: int | None = None) -> D
     try:
         with safe_open(path / MODEL, framework="pt") as tensors:
             names = drafter_tensor_names(tensors.keys(), config, path / MODEL)
-            weights = {name: tensors.get_tensor(name).float() for name in names}
-        drafter.load_state_dict(weights, strict=True)
-    except (RuntimeError, SafetensorError) as error:
+            stored = {name: tensors.get_tensor(name) for name in names}
+        _require_plain_weights(stored, path / MODEL)
+        drafter.load_state_dict({k: v.float() for k, v in stored.items()}, strict=True)
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{path / MODEL} does not fit {path / CONFIG}: {error}") from error
     return drafter.eval()
+
+
+def _require_plain_weights(weights: dict[str, torch.Tensor], where: Path) -> None:
+    for name, weight in weights.items():
+        if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ConfigError(
+                f"{where}: {name} is of {weight.dtype}; expected bfloat16, float16 or float32. "
+                "Quantised drafters are not supported; give the one it was made from."
+            )
+        if not weight.isfinite().all():
+            raise ConfigError(
+                f"{where}: {name} holds NaN or infinity: the drafter is damaged, or its training "
+                "went wrong. Give an earlier checkpoint, or fetch the folder again."
+            )
 
 
 def read_config(checkpoint: Path) -> dict[str, Any]:

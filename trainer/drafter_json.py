@@ -36,6 +36,13 @@ _ONLY_DFLASH: dict[str, tuple[Any, ...]] = {
 }
 
 
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings"),
+    *("vocab_size", "num_target_layers"),
+)
+
+
 def drafter_json(
     config: DrafterConfig, target_config: dict[str, Any], dtype: torch.dtype
 ) -> dict[str, Any]:
@@ -112,6 +119,7 @@ def drafter_config_from_json(config: dict[str, Any], where: Path) -> DrafterConf
             "dflash_config with mask_token_id and target_layer_ids, as drafters in z-lab's format "
             "have, and no speculators_model_type. Give the folder of a DFlash drafter."
         )
+    _require_kinds(config, dflash, where)
     slides = _require_known_layers(config, dflash, where)
     for values, prefix, only in ((config, "", _ONLY), (dflash, "dflash_config.", _ONLY_DFLASH)):
         for name, supported in only.items():
@@ -136,11 +144,7 @@ def drafter_config_from_json(config: dict[str, Any], where: Path) -> DrafterConf
         )
     values = {
         name: config.get(name)
-        for name in (
-            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-            "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings",
-            "vocab_size", "num_target_layers",
-        )
+        for name in (*_SIZES, "rms_norm_eps")
     } | {
         "rope_theta": rope.get("rope_theta", config.get("rope_theta")),
         "block_size": config.get("block_size") or dflash.get("block_size"),
@@ -156,6 +160,32 @@ def drafter_config_from_json(config: dict[str, Any], where: Path) -> DrafterConf
         )
     except TypeError as error:
         raise ConfigError(f"{where} is unusable: {error}; expected a DFlash config.") from error
+
+
+def _require_kinds(config: dict[str, Any], dflash: dict[str, Any], where: Path) -> None:
+    """Refuse JSON of the wrong kind: 2.0 would be a layer and a text a list of letters."""
+
+    def require(name: str, value: Any, fits: bool, expected: str) -> None:
+        if value is not None and not fits:
+            raise ConfigError(f"{where}: {name} is {value!r}; expected {expected}.")
+
+    for prefix, values in (("", config), ("dflash_config.", dflash)):
+        for name in (*_SIZES, "block_size", "mask_token_id", "sliding_window"):
+            value = values.get(name)
+            require(prefix + name, value, type(value) is int, "a whole number")
+    rope = config.get("rope_parameters")
+    require("rope_parameters", rope, isinstance(rope, dict), "an object")
+    for name, value in (
+        ("rms_norm_eps", config.get("rms_norm_eps")),
+        ("rope_theta", config.get("rope_theta")),
+        ("rope_parameters.rope_theta", (rope or {}).get("rope_theta")),
+    ):
+        require(name, value, type(value) in (int, float), "a number")
+    ids, types = dflash.get("target_layer_ids"), config.get("layer_types")
+    whole = isinstance(ids, list) and all(type(i) is int for i in ids)
+    require("dflash_config.target_layer_ids", ids, whole, "a list of whole numbers")
+    texts = isinstance(types, list) and all(isinstance(kind, str) for kind in types)
+    require("layer_types", types, texts, "a list of texts")
 
 
 def _require_known_layers(config: dict[str, Any], dflash: dict[str, Any], where: Path) -> bool:

@@ -78,6 +78,8 @@ def drafter_config_from_speculators(
     algorithm, a pruned vocabulary, sampling from the anchor, sliding layers that are not causal.
     """
     layer = config.get("transformer_layer_config") or {}
+    if not isinstance(layer, dict):
+        raise ConfigError(f"{where}: transformer_layer_config is {layer!r}; expected an object.")
     if "sliding_attention" in (layer.get("layer_types") or ()) and config.get(
         "sliding_window_non_causal"
     ):
@@ -105,7 +107,7 @@ def drafter_config_from_speculators(
             "Train one with the whole vocabulary."
         )
     ids = config.get("aux_hidden_state_layer_ids")
-    if not isinstance(ids, list) or not all(isinstance(i, int) and i > 0 for i in ids):
+    if not isinstance(ids, list) or not all(type(i) is int and i > 0 for i in ids):
         raise ConfigError(
             f"{where}: aux_hidden_state_layer_ids is {ids!r}; expected numbers from 1 (the output "
             "of block 0), because id 0, the embedding, is in no cache."
