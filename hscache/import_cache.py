@@ -28,6 +28,7 @@ from hscache.errors import ConfigError, DataError, HscacheError
 from hscache.import_check import Sample, check_layers
 from hscache.manifest import Identity
 from hscache.peer import (
+    DamagedStates,
     PeerCache,
     find_problem,
     resolve_layers,
@@ -223,7 +224,10 @@ class Import:
         order = np.random.default_rng(self._config.store.seed).permutation(len(documents))
         for i in order[: number * _TRIED_FOR_EACH]:
             document = documents[i]
-            bits_TLH = self._bits(document.source_row, len(document.ids_T))
+            try:
+                bits_TLH = self._bits(document.source_row, len(document.ids_T))
+            except DamagedStates:  # the import will name it
+                continue
             if (bits_TLH & _EXPONENT == _EXPONENT).any():
                 continue
             where = f"document {document.source_row} of {self._config.source}"
@@ -265,17 +269,36 @@ class Import:
 
     def states(
         self, cache: Cache, poll: Callable[[], None], shard: int
-    ) -> Iterator[tuple[int, Bits]]:
-        """Make the second pass for a shard: yield its documents' states."""
+    ) -> Iterator[tuple[int, Bits | str]]:
+        """Make the second pass for a shard: yield its documents' states, or why there are none."""
         plan = cache.plan
         for document in plan.shard_documents(shard):
             poll()
             number = int(plan.source_rows[document])
-            yield document, self._bits(number, int(plan.lengths[document]))
+            try:
+                states: Bits | str = self._bits(number, int(plan.lengths[document]))
+            except DamagedStates as damage:
+                states = str(damage)
+            yield document, states
 
     def _bits(self, number: int, num_tokens: int) -> Bits:
-        states = self.peer.read_states(number)
-        return to_bits(states, num_tokens, self.layers, self._hidden_size)
+        found: object
+        try:
+            states = self.peer.read_states(number)
+            bits_TLH = to_bits(states, num_tokens, self.layers, self._hidden_size)
+        except (DamagedStates, HscacheError):
+            raise
+        except Exception as error:  # it was readable in the first pass, whatever reads it
+            found = error
+        else:
+            if bits_TLH.shape == (num_tokens, len(self.layers.block_ids), self._hidden_size):
+                return bits_TLH
+            found = f"states of shape {list(states.shape)}"
+        raise HscacheError(
+            f"document {number} of {self._config.source} has changed since its ids were read: "
+            f"found {str(found).splitlines()[0]}. Bring it back and run the same command again; "
+            "or, without it, begin anew in another --shard-dir."
+        )
 
 
 def _open_peer(config: ImportConfig) -> PeerCache:

@@ -22,6 +22,10 @@ DTYPES = ("bfloat16", "float32", "float16")
 """Dtypes that become bf16: the first as it is, the others rounded to nearest even."""
 
 
+class DamagedStates(Exception):
+    """A document's states are not the bytes that were written; the others may be."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PeerDocument:
     """One document as another program stored it; its states stay on disk."""
@@ -59,7 +63,8 @@ class PeerCache(Protocol):
         ...
 
     def read_states(self, number: int) -> torch.Tensor:
-        """Return a document's states as they are stored."""
+        """Return a document's states as they are stored; raise `DamagedStates` if a checksum in
+        the file says that they are not."""
         ...
 
 

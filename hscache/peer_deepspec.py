@@ -64,8 +64,8 @@ class DeepSpecCache:
             shard = int(record["shard"])
             if shard not in sizes:
                 sizes[shard] = path.stat().st_size if path.is_file() else 0
-            token_bytes = {"ids": 4, "loss_mask": 1, "states": self._width * 2}
-            end = max(int(record[name]) + tokens * size for name, size in token_bytes.items())
+            parts = {"states": self._width * 2, "ids": 4, "loss_mask": 1}
+            end = max(int(record[part]) + tokens * size for part, size in parts.items())
             if int(record["sample"]) != number or end > sizes[shard]:
                 problem = f"its index entry ends at byte {end:,}, the shard has {sizes[shard]:,}"
                 yield PeerDocument(number=number, where=where, problem=problem)
@@ -93,6 +93,12 @@ class DeepSpecCache:
         return self._folder / f"shard-{int(record['shard']):05d}.bin"
 
 
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
 def _read(file: Any, dtype: str, count: int, offset: int) -> np.ndarray:
     file.seek(offset)
     return np.fromfile(file, dtype, count)
@@ -101,8 +107,8 @@ def _read(file: Any, dtype: str, count: int, offset: int) -> np.ndarray:
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_bytes())
-        whole = {name: int(manifest[name]) for name in ("version", "hidden_size", "num_samples")}
-        layer_ids = [int(i) for i in manifest["target_layer_ids"]]
+        whole = {name: _whole(manifest[name]) for name in ("version", "hidden_size", "num_samples")}
+        layer_ids = [_whole(i) for i in manifest["target_layer_ids"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path} cannot be used: {error!r}. Expected the manifest of a finished DeepSpec "

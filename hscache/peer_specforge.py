@@ -11,6 +11,7 @@ The files are pickles: read with torch's weights-only loader, which builds tenso
 import gzip
 import io
 import re
+import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 
 from hscache.errors import DataError
-from hscache.peer import PeerDocument
+from hscache.peer import DamagedStates, PeerDocument
 
 _NAME = re.compile(r"data_(\d+)\.ckpt(\.gz)?")
 _STATES = ("hidden_states", "aux_hidden_state")
@@ -60,8 +61,16 @@ class SpecForgeCache:
             yield _document(number, path, sample)
 
     def read_states(self, number: int) -> torch.Tensor:
-        """Return a sample's captured layers, [1, T, L*H]."""
-        sample = _load(self._paths[number])
+        """Return a sample's captured layers, [1, T, L*H].
+
+        Torch checks no checksum of a mapped file, so that is done here.
+        """
+        path = self._paths[number]
+        if path.suffix != ".gz":
+            with zipfile.ZipFile(path) as file:
+                if damaged := file.testzip():
+                    raise DamagedStates(f"its checksums do not match ({damaged})")
+        sample = _load(path)
         return next(sample[name] for name in _STATES if name in sample)
 
 
@@ -74,8 +83,17 @@ def _document(number: int, path: Path, sample: Any) -> PeerDocument:
         problem = f"found {found}, expected tensors input_ids, loss_mask and {' or '.join(_STATES)}"
         return PeerDocument(number=number, where=str(path), problem=problem)
     states = sample[names[0]]
-    ids_T = sample["input_ids"].reshape(-1).to(torch.int64).numpy()
-    mask_T = sample["loss_mask"].reshape(-1).to(torch.int64).numpy()
+    for name in ("input_ids", "loss_mask", names[0]):
+        if sample[name].layout != torch.strided or sample[name].device.type != "cpu":
+            problem = f"{name} is no plain tensor ({sample[name].layout}, {sample[name].device})"
+            return PeerDocument(number=number, where=str(path), problem=problem)
+    for name in ("input_ids", "loss_mask"):
+        values = sample[name]
+        if values.is_complex() or not torch.equal(values, values.long().to(values.dtype)):
+            problem = f"{name} holds values of {values.dtype} that are no whole numbers"
+            return PeerDocument(number=number, where=str(path), problem=problem)
+    ids_T = sample["input_ids"].reshape(-1).long().numpy()
+    mask_T = sample["loss_mask"].reshape(-1).long().numpy()
     num_padding = _count_padding(ids_T, mask_T) if len(ids_T) == len(mask_T) else 0
     stop = len(ids_T) - num_padding
     return PeerDocument(

@@ -114,8 +114,9 @@ def _quarantined(cache: Cache, shards: Iterable[int]) -> Iterator[int]:
         yield from (q.document for q in cache.shard_manifest(shard).quarantined)
 
 
-States = Callable[[int], Iterator[tuple[int, Bits]]]
-"""Given a shard, yields (document, bf16 bits [T, L, H]) for its documents, in order."""
+States = Callable[[int], Iterator[tuple[int, Bits | str]]]
+"""Given a shard, yields (document, bf16 bits [T, L, H], or why it has none) for its documents, in
+order."""
 
 
 def fill(
@@ -164,16 +165,18 @@ def fill(
             started = time.monotonic()
             check = ContentCheck()
             with ShardWriter(cache.path, shard, cache.identity, pool) as writer:
-                for document, bits_TLH in states(shard):
+                for document, found in states(shard):
                     made.num_documents += 1
-                    problem = check.problem(bits_TLH)
+                    problem = found if isinstance(found, str) else check.problem(found)
                     if problem is None:
-                        writer.add(document, bits_TLH)
+                        assert not isinstance(found, str)
+                        writer.add(document, found)
                     else:
                         writer.quarantine(document, problem)
                         _count_quarantined(cache, made, document, problem, store)
-                    made.tokens += len(bits_TLH)
-                    progress.advance(len(bits_TLH))
+                    num_tokens = int(plan.lengths[document])
+                    made.tokens += num_tokens
+                    progress.advance(num_tokens)
                 seconds = round(time.monotonic() - started, 3)
                 if writer.publish({**provenance(shard), **_when(seconds)}):
                     made.shards += 1

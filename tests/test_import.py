@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import struct
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ import hscache
 from hscache import cli, files, layout
 from hscache.config import ImportConfig, StoreConfig
 from hscache.errors import CacheMismatchError, ConfigError, DataError, HscacheError
-from hscache.import_cache import import_cache
+from hscache.import_cache import Import, import_cache
 from hscache.peer import count_slots, resolve_layers
 from trainer.cli import main as trainer
 
@@ -308,6 +309,9 @@ def test_files_at_odds_with_themselves_are_left_out_and_counted(samples, llama_d
         ({"mask": lambda x: x * 2}, "other than 0 and 1"),
         ({"mask": lambda x: x[:-1]}, "loss mask values"),
         ({"blocks": lambda x: x.double()}, "dtype float64"),
+        ({"ids": lambda x: x + 0.5}, "input_ids holds values of .*float32 that are no whole"),
+        ({"mask": lambda x: x * 0.9}, "loss_mask holds values"),
+        ({"ids": lambda x: x * 1j}, "no whole numbers"),
     ],
 )
 def test_a_document_of_wrong_lengths_or_values_is_refused(
@@ -339,6 +343,72 @@ def test_a_deepspec_index_that_points_nowhere_is_refused(column, samples, llama_
     config = unchecked(tmp_path / "c", source, llama_dir, "deepspec", ids=None)
     with pytest.raises(HscacheError, match="its index entry ends at byte 18,446,744"):
         import_cache(config)
+
+
+def flip(path, share: float) -> None:
+    """Change four bytes in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    start = int(len(data) * share)
+    data[start : start + 4] = bytes(byte ^ 0x11 for byte in data[start : start + 4])
+    path.write_bytes(data)
+
+
+def test_states_whose_checksums_do_not_match_are_quarantined(samples, llama_dir, tmp_path):
+    source = write_specforge(tmp_path / "sf", samples)
+    for number in (3, 7):  # the states are most of a file
+        flip(source / "rows_0-10" / f"data_{number}.ckpt", 0.5)
+    few = StoreConfig(shard_tokens=200, threads=1, max_quarantined_share=0.2)
+    config = dataclasses.replace(settings(tmp_path / "c", source, llama_dir), store=few)
+    config = dataclasses.replace(config, check_documents=24)
+    cache = import_cache(config)
+    found = [q for s in cache.published_shards() for q in cache.shard_manifest(s).quarantined]
+    assert sorted(int(cache.plan.source_rows[q.document]) for q in found) == [3, 7]
+    assert "checksums do not match" in found[0].reason
+
+
+def test_a_packed_file_with_a_changed_byte_is_left_out(samples, llama_dir, tmp_path):
+    source = write_specforge(tmp_path / "sf", samples, gz=True)
+    flip(source / "rows_0-10" / "data_3.ckpt.gz", 0.3)
+    flip(source / "rows_0-10" / "data_4.ckpt.gz", 0.6)
+    few = StoreConfig(threads=1, max_quarantined_share=0.2)
+    cache = import_cache(unchecked(tmp_path / "c", source, llama_dir, store=few))
+    assert set(cache.plan.source_rows.tolist()) == set(range(24)) - {3, 4}
+
+
+@pytest.mark.parametrize("how", ["gone", "cut", "shorter"])
+def test_a_file_that_changes_between_the_passes_ends_the_import(
+    how, samples, llama_dir, tmp_path, monkeypatch
+):
+    source = write_specforge(tmp_path / "sf", samples)
+    path = source / "rows_0-10" / "data_3.ckpt"
+    start = Import.start
+
+    def change(*args):
+        if how == "gone":
+            path.unlink()
+        elif how == "cut":
+            os.truncate(path, 1000)
+        else:
+            short = dataclasses.replace(samples[3], blocks=samples[3].blocks[:3])
+            shutil.copy(write_specforge(tmp_path / "o", [short]) / "rows_0-10/data_0.ckpt", path)
+        return start(*args)
+
+    monkeypatch.setattr(Import, "start", change)
+    with pytest.raises(HscacheError, match=r"document 3 of .* has changed since its ids were read"):
+        import_cache(unchecked(tmp_path / "c", source, llama_dir))
+
+
+@pytest.mark.parametrize("offset", [16, 32, 40])
+def test_a_deepspec_index_that_points_nowhere_leaves_the_sample_out(
+    offset, samples, llama_dir, tmp_path
+):
+    source = write_deepspec(tmp_path / "ds", samples)
+    index = bytearray((source / "samples.idx").read_bytes())
+    struct.pack_into("<Q", index, 56 * 3 + offset, 2**63 + 5)
+    (source / "samples.idx").write_bytes(index)
+    few = StoreConfig(threads=1, max_quarantined_share=0.2)
+    config = unchecked(tmp_path / "c", source, llama_dir, "deepspec", ids=None, store=few)
+    assert set(import_cache(config).plan.source_rows.tolist()) == set(range(24)) - {3}
 
 
 def test_a_cut_deepspec_cache_is_refused(sources, samples, llama_dir, tmp_path):
