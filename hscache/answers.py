@@ -193,6 +193,7 @@ def append_row(output: BinaryIO, path: Path, row: dict[str, Any]) -> None:
     with disk_full_named(path):
         num_written = output.write(line)
     if num_written != len(line):
+        os.ftruncate(output.fileno(), os.fstat(output.fileno()).st_size - num_written)
         raise DiskFullError(
             f"only {num_written} of {len(line)} bytes fitted into {path}; free some space and run "
             "the same command again to continue."

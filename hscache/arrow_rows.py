@@ -58,7 +58,7 @@ def parse_arrow_table(table: bytes, path: Path) -> Iterator[dict[str, Any]]:
     try:
         for batch in pa.ipc.open_stream(table):
             for row in batch.to_pylist():
-                yield _without_nulls(row)
+                yield _as_json(row)
     except (pa.ArrowException, UnicodeDecodeError) as error:
         raise _unreadable(path, error) from error
 
@@ -113,12 +113,14 @@ def _choose(path: Path, found: list[str], columns: Collection[str]) -> list[str]
     return chosen
 
 
-def _without_nulls(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
+    """Leave out nulls, and write as text what JSON has no kind for: times, bytes, decimals."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list) and value and isinstance(value[0], dict | list):
-        return [_without_nulls(item) for item in value]
-    return value
+        return {key: _as_json(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        # Ids and masks, which are long, stay as they are.
+        return value if value and isinstance(value[0], int) else [_as_json(item) for item in value]
+    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def _unreadable(path: Path, error: Exception) -> DataError:

@@ -25,6 +25,8 @@ _OWN_FIELDS = {
     **{name: name for name in ("model", "temperature", "top_p", "seed")},
 }
 """Fields of a request and the settings they are filled from."""
+_MOST_UNSEEN = 8
+"""Tokens of an empty answer: the stop token, and white space that a server may strip."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +99,11 @@ def parse_extra_body(text: str | None) -> dict[str, Any]:
                 f"extra_body holds `{name}`; each request is for one answer in one piece. "
                 "Leave it out."
             )
+        if name in ("stop", "echo", "continue_final_message", "add_generation_prompt"):
+            raise ConfigError(
+                f"extra_body holds `{name}`: with it an answer is not what the target says to the "
+                "prompt, from the beginning to its own end, and is not to be learnt. Leave it out."
+            )
     return body
 
 
@@ -142,6 +149,16 @@ def parse_completion(data: bytes) -> Completion:
         raise UnusableAnswer(f"an answer that is no text: {shorten(data)}")
     if reason not in ("stop", "length", "tool_calls"):
         raise UnusableAnswer(f"finish_reason {reason!r}, so the answer may not be whole")
+    if reason == "tool_calls" and not calls:
+        raise UnusableAnswer(f"finish_reason 'tool_calls' and no call: {shorten(data)}")
+    usage = body.get("usage") or {}
+    num_tokens = _count(usage, "completion_tokens")
+    if not (thinking or content or calls) and (num_tokens or 0) > _MOST_UNSEEN:
+        raise UnusableAnswer(
+            f"an answer of {num_tokens} tokens, by the server's count, and none of its text: is it "
+            f"in a field that is not read, or lost by one of the server's parsers? {shorten(data)}",
+            retry=False,
+        )
     answer: dict[str, Any] = {"role": "assistant", "content": content or ""}
     if thinking:
         answer["reasoning_content"] = thinking
@@ -151,12 +168,11 @@ def parse_completion(data: bytes) -> Completion:
         answer[last] = answer[last].rstrip("\N{REPLACEMENT CHARACTER}")
     elif calls:
         answer["tool_calls"] = _check_calls(calls, data)
-    usage = body.get("usage") or {}
     return Completion(
         message=answer,
         finish_reason=reason,
         prompt_tokens=_count(usage, "prompt_tokens"),
-        completion_tokens=_count(usage, "completion_tokens"),
+        completion_tokens=num_tokens,
     )
 
 
@@ -213,10 +229,11 @@ def _check_calls(calls: Any, data: bytes) -> list[dict[str, Any]]:
             arguments = json.loads(call["function"]["arguments"])
             if not isinstance(arguments, dict) or not isinstance(call["function"]["name"], str):
                 raise TypeError("arguments are no object")
-    except (LookupError, TypeError, ValueError) as error:
+            json.dumps([call, arguments], ensure_ascii=False).encode()  # no half surrogate pairs
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
         # The target wrote it so, and with the row's seed would again.
         raise UnusableAnswer(
-            f"a tool call that is no JSON: {shorten(data)}", retry=False
+            f"a tool call that is no JSON, or no text: {shorten(data)}", retry=False
         ) from error
     return calls
 
@@ -233,4 +250,4 @@ def _parse_json(data: bytes) -> dict[str, Any]:
 
 def _count(usage: Any, name: str) -> int | None:
     value = usage.get(name) if isinstance(usage, dict) else None
-    return value if isinstance(value, int) else None
+    return value if type(value) is int and value >= 0 else None

@@ -114,12 +114,26 @@ def parse_conversation(row: RawRow) -> Conversation:
         system = values.get("system")
         if isinstance(system, str) and system and turns[0].get("role") != "system":
             turns = [{"role": "system", "content": system}, *turns]
-    return Conversation(
+    conversation = Conversation(
         messages=[_check_message(turn, index, where) for index, turn in enumerate(turns)],
         tools=_parse_tools(values.get("tools"), where),
         truncated=values.get("finish_reason") == "length",
         where=where,
     )
+    _require_writable([conversation.messages, conversation.tools], where)
+    return conversation
+
+
+def _require_writable(parts: Any, where: str) -> None:
+    """Refuse what is in no message's text, but in tools, calls or other keys, and is no JSON."""
+    try:
+        text = json.dumps(parts, ensure_ascii=False)
+    except RecursionError as error:
+        raise DataError(
+            f"{where}: its messages or tools are nested too deeply. Mend or delete the row."
+        ) from error
+    if not is_unicode(text):
+        raise _half_pair(where, "a tool, a tool call or a key of a message")
 
 
 def _parse_tokens(values: dict[str, Any], where: str) -> Tokens:

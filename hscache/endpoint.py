@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import httpx
 
@@ -38,6 +38,8 @@ KEY_VARIABLE = "HSCACHE_API_KEY"
 """Environment variable of the key; it goes into a request header and nowhere else."""
 
 _CONNECT_S = 10.0
+_LARGEST_ANSWER = 64_000_000
+"""Bytes of a response; a whole context of tokens, each in escapes, is a tenth of it."""
 _PASSING = {408, 425, 429}
 _ABOUT_A_ROW = {400, 413, 422}
 _CONTEXT = re.compile(r"context.?length|context.?window|max_model_len|maximum context", re.I)
@@ -83,7 +85,8 @@ class Endpoint:
     """A server and the connections to it; use it with `async with`."""
 
     def __init__(self, config: RegenerateConfig, backoff: Backoff) -> None:
-        """Raises ConfigError if the key in the environment cannot be one."""
+        """Raises ConfigError if the key in the environment cannot be one, or the address or a
+        proxy in the environment is none."""
         key = _key()
         if not (key.isascii() and key.isprintable()):
             raise ConfigError(
@@ -98,11 +101,24 @@ class Endpoint:
         self._timeout_s = config.timeout_s
         self._backoff = backoff
         self._told: set[str] = set()
-        self._client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(None, connect=_CONNECT_S),
-            limits=httpx.Limits(max_connections=config.concurrency),
-        )
+        try:
+            _ = httpx.URL(self.url).host
+        except (httpx.InvalidURL, ValueError) as error:
+            raise ConfigError(
+                f"endpoint is {self.url!r}, which is no address: {error}. Expected the URL of a "
+                "server, such as http://localhost:8000."
+            ) from error
+        try:
+            self._client = httpx.AsyncClient(
+                headers={"Authorization": f"Bearer {key}"} if key else {},
+                timeout=httpx.Timeout(None, connect=_CONNECT_S),
+                limits=httpx.Limits(max_connections=config.concurrency),
+            )
+        except (httpx.InvalidURL, ValueError, ImportError) as error:
+            raise ConfigError(
+                "a proxy named in the environment (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY) cannot be "
+                f"used: {error} Unset it, or add the server to NO_PROXY."
+            ) from error
 
     async def __aenter__(self) -> Self:
         await self._client.__aenter__()
@@ -143,21 +159,22 @@ class Endpoint:
         Raises HscacheError at once if there is no server, and ConfigError for a wrong key.
         """
         try:
-            response = await self._client.get(f"{self.url}/models", timeout=_CONNECT_S)
+            async with asyncio.timeout(3 * _CONNECT_S):
+                response, data = await self._read("GET", "models", timeout=_CONNECT_S)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise HscacheError(
                 f"cannot reach the server at {self.url}: {_reason(error)}. Is it up, and is this "
                 "its address? (vLLM says `Application startup complete` when it is.)"
             ) from error
-        except httpx.RequestError as error:
+        except (httpx.RequestError, Passing, TimeoutError) as error:
             logger.warning("%s does not list its models: %s", self.url, _reason(error))
             return None
         if response.status_code in (401, 403):
-            raise _settings_error(response)
+            raise _settings_error(response, data)
         if response.status_code != 200:
             return None
         try:
-            return parse_models(response.content)
+            return parse_models(data)
         except UnusableAnswer:
             return None
 
@@ -172,8 +189,9 @@ class Endpoint:
         """Make one request; raise `Passing`, `Refused`, or ConfigError for what will not pass."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                response = await self._client.post(
-                    f"{self.url}/chat/completions",
+                response, data = await self._read(
+                    "POST",
+                    "chat/completions",
                     content=body,
                     headers={"Content-Type": "application/json"},
                 )
@@ -184,15 +202,25 @@ class Endpoint:
         status = response.status_code
         if status == 200:
             try:
-                return parse_completion(response.content)
+                return parse_completion(data)
             except UnusableAnswer as error:
                 raise (Passing if error.retry else Refused)(_hide_key(str(error))) from error
-        text = _words(response)
+        text = _words(response, data)
         if status in _PASSING or status >= 500:
             raise Passing(f"status {status}: {text}", asked_wait_s(response))
         if status in _ABOUT_A_ROW:
             raise (TooLong if _CONTEXT.search(text) else Refused)(f"status {status}: {text}")
-        raise _settings_error(response)
+        raise _settings_error(response, data)
+
+    async def _read(self, method: str, path: str, **options: Any) -> tuple[httpx.Response, bytes]:
+        """Make a request; return the response and its body, `Passing` if that has no end."""
+        data = bytearray()
+        async with self._client.stream(method, f"{self.url}/{path}", **options) as response:
+            async for part in response.aiter_bytes():
+                data += part
+                if len(data) > _LARGEST_ANSWER:
+                    raise Passing(f"a response of more than {_LARGEST_ANSWER / 1e6:.0f} MB")
+        return response, bytes(data)
 
 
 def without_numbers(text: str) -> str:
@@ -200,7 +228,7 @@ def without_numbers(text: str) -> str:
     return re.sub(r"[0-9]+", "#", text)
 
 
-def _settings_error(response: httpx.Response) -> ConfigError:
+def _settings_error(response: httpx.Response, data: bytes) -> ConfigError:
     status, url = response.status_code, response.request.url
     hints = {
         401: f"Set the key in the environment variable {KEY_VARIABLE}.",
@@ -209,13 +237,13 @@ def _settings_error(response: httpx.Response) -> ConfigError:
     }
     to = f" to {response.headers['location']}" if "location" in response.headers else ""
     return ConfigError(
-        f"the server answers status {status}{to} at {url}: {_words(response)}\n"
+        f"the server answers status {status}{to} at {url}: {_words(response, data)}\n"
         f"{hints.get(status, 'Check --endpoint.')} What was answered so far is kept."
     )
 
 
-def _words(response: httpx.Response) -> str:
-    return _hide_key(error_text(response.content) or response.reason_phrase)
+def _words(response: httpx.Response, data: bytes) -> str:
+    return _hide_key(error_text(data) or response.reason_phrase)
 
 
 def _key() -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from hscache.conversations import Conversation, parse_conversation
+from hscache.jsonl import is_unicode
 from hscache.errors import DataError
 from hscache.inputs import find_files
 
@@ -57,6 +58,8 @@ def read_prompts(paths: Sequence[str | Path]) -> list[Prompt]:
             row_id = row.number if row_id is None else row_id
             if not isinstance(row_id, str | int) or isinstance(row_id, bool):
                 raise DataError(f"{row.where}: `id` is {row_id!r}; expected text or an integer.")
+            if not is_unicode(str(row_id)):
+                raise DataError(f"{row.where}: `id` holds half a surrogate pair. Mend the row.")
             conversation = parse_conversation(row)
             prompt = Prompt(
                 id=row_id, messages=_messages_to_answer(conversation), tools=conversation.tools
@@ -95,7 +98,7 @@ def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
             tokenize=True,
             return_dict=False,
         )
-    except TemplateError as error:
+    except (TemplateError, TypeError, RecursionError) as error:
         raise DataError(
             f"row {prompt.id!r}: the target's chat template refuses these messages: {error} "
             "Mend the row or take it out."

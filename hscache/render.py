@@ -69,7 +69,7 @@ def render_turns(row: Conversation, tokenizer: Any, count: int, *, prompt: bool 
         return tokenizer.apply_chat_template(
             row.messages[:count], tools=row.tools, tokenize=False, add_generation_prompt=prompt
         )
-    except (jinja2.TemplateError, TypeError) as error:
+    except (jinja2.TemplateError, TypeError, RecursionError) as error:
         raise DataError(
             f"{row.where}: the chat template refuses it: {error}. Mend or delete the row."
         ) from error

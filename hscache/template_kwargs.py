@@ -80,5 +80,5 @@ def require_answered_so(paths: Sequence[Path], values: dict[str, Any]) -> None:
 
 
 def _literal(value: Any) -> str:
-    """Return a value as Jinja reads it, whose texts have Python's escapes and whose true is JSON's."""
+    """Return a value as Jinja reads it: texts as in Python, `true` as in JSON."""
     return json.dumps(value, ensure_ascii=False)

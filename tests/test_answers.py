@@ -1,9 +1,10 @@
 """The answers file: which settings may continue it, and what cannot be written is said."""
 
 import pytest
+from trainer_cache import small_disk
 
-from hscache.answers import check_settings, open_output
-from hscache.errors import CacheMismatchError, ConfigError
+from hscache.answers import append_row, check_settings, open_output
+from hscache.errors import CacheMismatchError, ConfigError, DiskFullError
 
 
 def test_an_output_without_rows_may_be_filled_with_other_settings(tmp_path):
@@ -33,3 +34,12 @@ def test_an_output_in_a_place_that_cannot_be_written_is_a_config_error(tmp_path)
         open_output(tmp_path / "file" / "a.jsonl", {}),
     ):
         pass
+
+
+def test_a_row_that_a_full_disk_cuts_is_taken_out_again(tmp_path):
+    path = tmp_path / "disk" / "a.jsonl"
+    with small_disk(tmp_path / "disk", "64k"), open_output(path, {}) as output:
+        append_row(output, path, {"id": 1})
+        with pytest.raises(DiskFullError):
+            append_row(output, path, {"id": 2, "text": "x" * 100_000})
+        assert path.read_bytes() == b'{"id": 1}\n'

@@ -1,8 +1,17 @@
-"""Addresses of servers and extra fields of requests: what is taken and what is refused."""
+"""Addresses of servers, extra fields of requests, and answers: what is taken and what refused."""
+
+import json
 
 import pytest
+from chat_server import completion
 
-from hscache.chat_api import error_text, parse_extra_body, server_url
+from hscache.chat_api import (
+    UnusableAnswer,
+    error_text,
+    parse_completion,
+    parse_extra_body,
+    server_url,
+)
 from hscache.errors import ConfigError
 
 
@@ -46,6 +55,7 @@ def test_a_password_in_an_address_is_refused_and_not_shown():
         ('{"temperature": 1}', "`temperature`, which comes from temperature"),
         ('{"max_tokens": 1}', "`max_tokens`, which comes from max_new_tokens"),
         ('{"stream": true}', "`stream`"),
+        ('{"stop": ["."]}', "`stop`: with it an answer is not"),
     ],
 )
 def test_extra_fields_that_would_be_overridden_or_change_the_answer_are_refused(text, complaint):
@@ -67,3 +77,31 @@ def test_extra_fields_that_would_be_overridden_or_change_the_answer_are_refused(
 )
 def test_the_servers_own_words_are_found(body, text):
     assert error_text(body) == text
+
+
+def call(arguments: str, name: str = "f") -> dict:
+    return {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint", "retry"),
+    [
+        (completion(None, "tool_calls"), "'tool_calls' and no call", True),
+        (completion(None, tool_calls=[call("[" * 100_000)]), "no JSON, or no text", False),
+        (completion(None, tool_calls=[call('{"a": "\\ud83d"}')]), "no JSON, or no text", False),
+        (completion(None, tool_calls=[call("{}", "\ud83d")]), "no JSON, or no text", False),
+        ({**completion(None), "usage": {"completion_tokens": 9}}, "9 tokens, .* none of", False),
+        ({**completion("", "length"), "usage": {"completion_tokens": 9}}, "none of its", False),
+    ],
+)
+def test_an_answer_that_could_not_be_read_back_is_refused(body, complaint, retry):
+    with pytest.raises(UnusableAnswer, match=complaint) as refused:
+        parse_completion(json.dumps(body).encode())
+    assert refused.value.retry is retry
+
+
+@pytest.mark.parametrize("count", [-1, True, 2.5, "7", None])
+def test_what_is_no_count_of_tokens_is_none(count):
+    body = {**completion("hi"), "usage": {"prompt_tokens": count, "completion_tokens": count}}
+    found = parse_completion(json.dumps(body).encode())
+    assert (found.prompt_tokens, found.completion_tokens) == (None, None)

@@ -1,5 +1,7 @@
 """Rows to conversations, texts and tokens: the forms, which one wins, and what is refused."""
 
+import functools
+
 import pytest
 
 from hscache.conversations import Conversation, PlainText, Tokens, parse_conversation, parse_row
@@ -61,6 +63,9 @@ def test_text_gives_way_to_the_other_forms_and_nulls_to_all():
     assert isinstance(parsed(messages=MESSAGES, input_ids=[1]), Conversation)
 
 
+DEEP = functools.reduce(lambda x, _: [x], range(9999), 1)
+
+
 @pytest.mark.parametrize(
     ("values", "complaint"),
     [
@@ -90,6 +95,11 @@ def test_text_gives_way_to_the_other_forms_and_nulls_to_all():
         ({"input_ids": "12", "loss_mask": [1, 1]}, "`input_ids` is not a list of whole numbers"),
         ({"input_ids": [1.5], "loss_mask": [1]}, "`input_ids` is not a list of whole numbers"),
         ({"messages": MESSAGES, "tools": "{"}, "`tools` is not JSON"),
+        ({"messages": MESSAGES, "tools": '[{"a": "\\ud83d"}]'}, "a tool, .* half a surrogate pair"),
+        (
+            {"messages": [{**MESSAGES[0], "x": DEEP}]},
+            "nested too deeply",
+        ),
         ({"messages": MESSAGES, "tools": 3}, "`tools` is 3; expected a list of objects"),
         (
             {"messages": [{"role": "assistant", "content": "", "reasoning_content": 3}]},

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from email.utils import formatdate
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from conftest import write_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hscache import endpoint_answers
+from hscache import endpoint, endpoint_answers
 from hscache.answers import Tally
 from hscache.config import DataConfig, RegenerateConfig
 from hscache.documents import load_corpus
@@ -159,6 +160,21 @@ def test_what_may_pass_is_asked_again(server, tmp_path, caplog, fault):
     assert {row["messages"][-1]["content"] for row in rows.values()} == {
         f"answer to q{i}" for i in range(NUM_ROWS)
     }
+
+
+def test_a_response_without_an_end_is_not_kept_in_memory(server, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(endpoint, "_LARGEST_ANSWER", 10_000)
+    packed = zlib.compress(b" " * 1_000_000)
+    long = Fault(body=packed, headers={"Content-Encoding": "deflate"})
+    server.faults = {"q1": [Fault(body=b" " * 1_000_000), long]}
+    assert regenerate(config_for(server, tmp_path)).num_retries == 2
+    assert "a response of more than 0 MB" in caplog.text
+
+
+def test_a_proxy_that_cannot_be_used_is_named(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("ALL_PROXY", "::::bad")
+    with pytest.raises(ConfigError, match=r"ALL_PROXY.*cannot be used: Invalid port"):
+        regenerate(config_for(server, tmp_path))
 
 
 def test_a_server_that_asks_for_a_wait_gets_it(server, tmp_path):

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+from datetime import datetime
+from decimal import Decimal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -97,6 +99,14 @@ def test_nulls_of_struct_columns_are_left_out_and_other_columns_unread(tmp_path)
     ]
     path = write_as(".parquet", tmp_path, rows)
     assert values_of(path) == [{"messages": row["messages"]} for row in rows]
+
+
+def test_what_json_has_no_kind_for_is_text(tmp_path):
+    turn = {"role": "user", "content": "x", "at": datetime(2026, 12, 1), "cost": [Decimal("1.50")]}
+    path = write_as(".parquet", tmp_path, [{"messages": [turn], "input_ids": [1, 2]}])
+    [row] = values_of(path)
+    assert row["messages"] == [{**turn, "at": "2026-12-01 00:00:00", "cost": ["1.50"]}]
+    assert row["input_ids"] == [1, 2]
 
 
 @pytest.mark.parametrize("kind", [".parquet", ".arrow"])

@@ -158,6 +158,7 @@ CASES = [
     (hscache, f"{ASK} --target tiny", 2, ["both of target and endpoint", "--target FOLDER"]),
     (hscache, "regenerate --prompts p --output o", 2, ["neither of target", "--endpoint URL"]),
     (hscache, f"{ASK} --endpoint localhost:1", 2, ["'localhost:1'", "http://localhost:8000"]),
+    (hscache, f"{ASK} --endpoint http://xn--a", 2, ["'http://xn--a/v1'", "no address"]),
     (hscache, f"{ASK} --endpoint http://u:pw@h", 2, ["password before h", "HSCACHE_API_KEY"]),
     (hscache, f"{ASK} --batch-size 4", 2, ["batch_size is 4", "only a run with target"]),
     (hscache, f"{REGENERATE} --top-p 0.9", 2, ["top_p is 0.9", "only a run with endpoint"]),

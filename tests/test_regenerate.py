@@ -288,6 +288,11 @@ def test_last_answers_are_dropped_and_earlier_ones_kept(tmp_path):
         ('{"messages": [{"role": "user"}]}', "line 3: the content of a user message is not text"),
         ('{"messages": [{"role": "user", "content": "\\ud83d"}]}', "line 3: .*surrogate"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "line 3: no user turn"),
+        ('{"id": "\\ud83d", "messages": [{"role": "user", "content": "x"}]}', "line 3: `id` hol"),
+        (
+            '{"tools": [{"d": "\\ud83d"}], "messages": [{"role": "user", "content": "x"}]}',
+            "line 3: a tool, .* holds half a surrogate pair",
+        ),
         ('{"id": 1.5, "messages": [{"role": "user", "content": "x"}]}', "line 3: `id` is 1.5"),
         (
             '{"id": "1", "messages": [{"role": "user", "content": "x"}]}',

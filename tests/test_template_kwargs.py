@@ -39,7 +39,7 @@ def test_a_value_in_the_template_renders_as_one_given_with_the_call(value):
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"x": [1]}', '{"x y": 1}', '{"x": null}'])
 def test_what_is_no_object_of_plain_values_is_refused(text):
-    with pytest.raises(ConfigError, match="target.chat_template_kwargs"):
+    with pytest.raises(ConfigError, match=r"target\.chat_template_kwargs"):
         TargetConfig(path="x", chat_template_kwargs=text)
 
 
@@ -80,7 +80,7 @@ def produce_config(llama_dir, tmp_path):
 @pytest.mark.parametrize("kwargs", [None, '{"thinks": true}'])
 def test_rows_answered_to_other_prompts_are_refused(produce_config, kwargs):
     config = produce_config(kwargs)
-    with pytest.raises(DataError, match="--target.chat-template-kwargs '{\"thinks\": false}'"):
+    with pytest.raises(DataError, match=r"--target\.chat-template-kwargs '\{\"thinks\": false\}'"):
         describe_plan(config)
     with pytest.raises(DataError, match="not the prompts the target saw"):
         prepare(config, Target(config.target))
@@ -95,4 +95,5 @@ def test_what_was_set_is_in_the_tokens_and_in_the_identity(produce_config):
     text = target.tokenizer.decode(document.input_ids.tolist())
     assert "<think>" not in text
     answer = target.tokenizer.decode(document.input_ids[document.loss_mask].tolist())
-    assert answer.startswith("answer") and answer.endswith("<|im_end|>")
+    assert answer.startswith("answer")
+    assert answer.endswith("<|im_end|>")
