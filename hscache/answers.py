@@ -113,11 +113,21 @@ def open_output(path: Path, settings: dict[str, Any]) -> Iterator[BinaryIO]:
         ) from error
     with opened as output, only_writer(path, str(path)):
         if not check_settings(path, settings):
-            replace_atomically(
-                _settings_path(path), json.dumps(settings, indent=2).encode() + b"\n"
-            )
+            _write_settings(_settings_path(path), settings)
         _drop_half_written_row(path, output)
         yield output
+
+
+def _write_settings(path: Path, settings: dict[str, Any]) -> None:
+    try:
+        replace_atomically(path, json.dumps(settings, indent=2).encode() + b"\n")
+    except DiskFullError:
+        raise
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}, which says how the rows beside it are made: {error.strerror}. "
+            "Give a file in a folder you may write to."
+        ) from error
 
 
 def check_settings(output: Path, settings: dict[str, Any]) -> bool:

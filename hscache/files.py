@@ -170,8 +170,7 @@ def publish_folder(temporary: Path, final: Path) -> bool:
 def temporary_folder(parent: Path) -> Iterator[Path]:
     """Make a temporary folder in `parent`; remove it on the way out unless it was renamed."""
     folder = parent / temporary_name()
-    with disk_full_named(folder):
-        folder.mkdir(parents=True)
+    make_folder(folder)
     try:
         yield folder
     finally:

@@ -3,6 +3,7 @@
 import pytest
 from trainer_cache import small_disk
 
+from hscache import answers
 from hscache.answers import append_row, check_settings, open_output
 from hscache.errors import CacheMismatchError, ConfigError, DiskFullError
 
@@ -43,3 +44,15 @@ def test_a_row_that_a_full_disk_cuts_is_taken_out_again(tmp_path):
         with pytest.raises(DiskFullError):
             append_row(output, path, {"id": 2, "text": "x" * 100_000})
         assert path.read_bytes() == b'{"id": 1}\n'
+
+
+def test_a_folder_that_takes_no_new_file_is_a_config_error(tmp_path, monkeypatch):
+    def refuse(path, data):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(answers, "replace_atomically", refuse)
+    with (
+        pytest.raises(ConfigError, match=r"cannot write .*\.settings\.json.*Permission"),
+        open_output(tmp_path / "a.jsonl", {}),
+    ):
+        pass

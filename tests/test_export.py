@@ -23,7 +23,7 @@ from trainer_cache import (
     small_disk,
 )  # fmt: skip
 
-from hscache.errors import CacheMismatchError, ConfigError, DiskFullError
+from hscache.errors import CacheMismatchError, ConfigError, DiskFullError, HscacheError
 from hscache.reader import open_cache
 from trainer.checkpoint import load_drafter
 from trainer.config import DrafterConfig, ExportConfig
@@ -325,6 +325,13 @@ def test_weights_that_are_no_numbers_are_not_handed_on(published, tmp_path, spoi
     save_file({**tensors, name: spoil(tensors[name])}, published / "model.safetensors")
     with pytest.raises(ConfigError, match=f"{name} {words}"):
         export(published, tmp_path / "out", "zlab", None)
+
+
+def test_a_folder_that_cannot_be_written_is_named(published, tmp_path):
+    with small_disk(tmp_path / "disk", "1m") as mount:
+        mount("1m,ro")
+        with pytest.raises(HscacheError, match=r"cannot make the folder .*Read-only"):
+            export(published, tmp_path / "disk" / "out", "zlab")
 
 
 def test_nothing_is_overwritten(published, tmp_path):
