@@ -12,9 +12,9 @@ from typing import Any
 from jinja2 import TemplateError
 
 from hscache.conversations import Conversation, parse_conversation
-from hscache.jsonl import is_unicode
 from hscache.errors import DataError
 from hscache.inputs import find_files
+from hscache.jsonl import is_unicode
 
 
 @dataclass(frozen=True, kw_only=True)
