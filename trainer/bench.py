@@ -262,6 +262,7 @@ def _forward_backward(training: Training, batch: Batch) -> None:
         batch,
         chunk_size=training.chunk_size,
         backend=training.backend,
+        weighting=training.weighting,
     )
     loss_sum.backward()
 
@@ -274,6 +275,7 @@ def _timed_row(training: Training, batch: Batch, clock: Clock) -> tuple[float, f
         batch,
         chunk_size=training.chunk_size,
         backend=training.backend,
+        weighting=training.weighting,
     )
     middle = clock.mark()
     loss_sum.backward()
