@@ -211,6 +211,13 @@ class LossConfig:
     chunk_size: int | None = None
     """Slots whose logits are in memory at once; 512 on a CPU and 8,192 on a GPU if not given."""
 
+    def slots_per_chunk(self, device_type: str) -> int:
+        """Return `chunk_size`, or what suits the device if it is not given."""
+        # A CPU keeps a chunk's logits near its caches. A GPU wants products with as many rows as
+        # fit: all of a row's slots at the published sizes (512 x 15), 4 GB of logits at a
+        # vocabulary of 248,320.
+        return self.chunk_size or (512 if device_type == "cpu" else 8192)
+
     def __post_init__(self) -> None:
         if self.gamma is not None and not self.gamma > 0:
             raise ConfigError(f"gamma: found {self.gamma}, expected a number above 0.")
@@ -350,6 +357,14 @@ class FitConfig:
     step always writes one."""
     keep_checkpoints: int = 2
     """Older ones are deleted."""
+    keep_best: bool = True
+    """Also keep the checkpoint with the best sequential acceptance on held-out documents; `best` in
+    run_dir leads to it. Needs eval_every_tokens."""
+    eval_every_tokens: int = 0
+    """Context tokens between two looks at held-out documents; every regular checkpoint has one too.
+    0: none."""
+    eval_documents: int = 64
+    """Held-out documents to look at: the first of the plan, which is shuffled."""
     log_every: int = 10
     """Optimizer steps between lines of metrics.jsonl; ranks that step alone write at meetings."""
     log_with: Literal["none", "tensorboard", "wandb", "trackio", "mlflow"] = "none"
@@ -358,10 +373,14 @@ class FitConfig:
     def __post_init__(self) -> None:
         for name in (
             "passes", "row_tokens", "anchors_per_row", "global_batch_rows", "threads",
-            "checkpoint_every", "keep_checkpoints", "log_every",
+            "checkpoint_every", "keep_checkpoints", "log_every", "eval_documents",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: found {getattr(self, name)}, expected at least 1.")
+        if self.eval_every_tokens < 0:
+            raise ConfigError(
+                f"eval_every_tokens: found {self.eval_every_tokens}, expected 0 (none) or more."
+            )
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed: found {self.seed}, expected 0 to 2**63 - 1.")
 

@@ -32,7 +32,7 @@ from hscache.fingerprint import (
 from hscache.pretrained import find_stop_ids, load_model, load_pretrained
 from hscache.progress import Progress, configure_logging
 from hscache.prompts import prompt_ids, read_prompts
-from hscache.reader import Cache, Document, open_cache
+from hscache.reader import Cache, open_cache
 from hscache.report import format_table
 from hscache.settings import to_dict
 from hscache.template_kwargs import parse_template_kwargs, set_template_kwargs
@@ -43,6 +43,7 @@ from trainer.decode import compare_with_greedy, plain_greedy, speculative_decode
 from trainer.drafter import Drafter
 from trainer.estimate import estimate_acceptance
 from trainer.frozen import FrozenTarget, load_frozen
+from trainer.held_out import held_out_documents
 from trainer.proposer import DrafterProposer
 from trainer.tables import NGramTable, PromptLookup, TableDrafter, evaluate_table
 
@@ -90,7 +91,7 @@ def run(config: EvalConfig, *, dry_run: bool = False) -> int:
     _compare_with_training(checkpoint, cache)
     if config.json is not None and config.json.is_dir():
         raise ConfigError(f"--json {config.json} is a folder; give a file to write.")
-    documents = _held_out_documents(cache)
+    documents = held_out_documents(cache)
     if not documents and not config.prompts:
         raise ConfigError(
             f"{config.shards} has no held-out documents with states and no --prompts were given: "
@@ -119,14 +120,6 @@ def run(config: EvalConfig, *, dry_run: bool = False) -> int:
     counts = {"num_documents": len(documents), "num_missing": len(cache.held_out) - len(documents)}
     _report(config, checkpoint, results, counts, decoded)
     return 0
-
-
-def _held_out_documents(cache: Cache) -> list[Document]:
-    # Those with states on disk: not quarantined, and not in a shard that is still to be produced.
-    published = set(cache.published_shards())
-    shards = [cache.shard(n) for n in cache.plan.held_out_shards if n in published]
-    rows = {int(row) for shard in shards for row in shard.doc_rows}
-    return [document for document in cache.held_out if document.row in rows]
 
 
 def decode_prompts(

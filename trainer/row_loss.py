@@ -16,7 +16,7 @@ import torch
 from trainer.attention import Backend
 from trainer.batches import Batch
 from trainer.dpace import dpace_weights
-from trainer.drafter import Drafter
+from trainer.drafter import ContextKV, Drafter
 from trainer.frozen import FrozenTarget
 from trainer.loss import frozen_head_cross_entropy
 
@@ -37,14 +37,7 @@ def row_loss(
     A batch with `last_hidden_SH` is compared with the target's distribution, else with its labels.
     """
     context_kv = drafter.context_kv(batch.features_SF, batch.position_ids_S, backend=backend)
-    hidden_NKH = drafter(
-        frozen.embedding_VH[batch.anchor_ids_N],
-        frozen.embedding_VH[drafter.config.mask_token_id],
-        context_kv,
-        batch.context_start_N,
-        batch.context_end_N,
-        backend=backend,
-    )
+    hidden_NKH = row_hidden(drafter, frozen, batch, context_kv, backend=backend)
     num_blocks, num_predicted = hidden_NKH.shape[:2]
     hidden_CH = hidden_NKH.flatten(0, 1)
     reweight = partial(
@@ -62,6 +55,25 @@ def row_loss(
         reweight=reweight if weighting == "dpace" else None,
     )
     return loss_sum, right_M.sum()
+
+
+def row_hidden(
+    drafter: Drafter,
+    frozen: FrozenTarget,
+    batch: Batch,
+    context_kv: ContextKV,
+    *,
+    backend: Backend | None = None,
+) -> torch.Tensor:
+    """Return what the head reads at every slot to predict, [N, K, H]."""
+    return drafter(
+        frozen.embedding_VH[batch.anchor_ids_N],
+        frozen.embedding_VH[drafter.config.mask_token_id],
+        context_kv,
+        batch.context_start_N,
+        batch.context_end_N,
+        backend=backend,
+    )
 
 
 def teacher_hidden(frozen: FrozenTarget, batch: Batch, num_predicted: int) -> torch.Tensor | None:

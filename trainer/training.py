@@ -46,11 +46,6 @@ _SETTINGS = ("optim", "row_tokens", "anchors_per_row", "global_batch_rows", "see
 """Settings that decide the result; others may change on resume."""
 
 
-# A CPU keeps a chunk's logits near its caches. A GPU wants products with as many rows as fit: all
-# of a row's slots at the published sizes (512 x 15), 4 GB of logits at a vocabulary of 248,320.
-_CPU_CHUNK, _GPU_CHUNK = 512, 8192
-
-
 @dataclass(kw_only=True)
 class Work:
     """What a rank has done since the last meeting."""
@@ -330,7 +325,7 @@ def _new_training(run: RunPlan, device: torch.device, ranks: Ranks) -> Training:
         frozen=frozen.to(device, DTYPES[config.dtype]),
         optim=config.optim,
         total_tokens=run.total_tokens,
-        chunk_size=config.loss.chunk_size or (_CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK),
+        chunk_size=config.loss.slots_per_chunk(device.type),
         backend=training_backend(config.attention, device),
         weighting=config.loss.weighting,
         ranks=ranks,
