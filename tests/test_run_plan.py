@@ -4,6 +4,7 @@ import dataclasses
 import shutil
 
 import pytest
+import torch
 from trainer_cache import EOS, PAD, VOCAB, documents, fit_config, make_cache
 
 from hscache import layout
@@ -152,7 +153,7 @@ def test_gamma_follows_the_block_size(whole):
 def test_dpace_weighs_no_slot_beforehand(whole):
     run = plan_of(whole, drafter={"block_size": 5}, loss={"gamma": None, "weighting": "dpace"})
     assert run.row.gamma is None
-    assert "D-PACE" in describe(run)
+    assert "D-PACE" in describe(run, torch.device("cpu"))
 
 
 def test_missing_rope_theta_is_asked_for(tmp_path):
@@ -171,7 +172,7 @@ def test_planned_tokens_are_those_consumed(whole, tmp_path):
     run = plan_of(whole)
     state = read_state(fit(fit_config(whole, tmp_path / "run")))
     assert state.tokens == run.total_tokens == 2 * 18 * 30
-    assert f"{run.total_tokens:,}" in describe(run)
+    assert f"{run.total_tokens:,}" in describe(run, torch.device("cpu"))
 
 
 def test_planning_reads_no_states(whole, tmp_path):

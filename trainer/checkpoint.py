@@ -45,6 +45,7 @@ MODEL, CONFIG, TRAINING, STATE = (
     "training.safetensors",
     "trainer_state.json",
 )
+BEST = "best"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,9 +161,12 @@ def write_checkpoint(
     target_config: dict[str, Any],
     dtype: torch.dtype,
     keep: int,
+    best: bool = False,
     others: Callable[[Path], dict[str, str]] = lambda folder: {},
 ) -> Path:
-    """Write `checkpoint-<step>` atomically, then delete all but the newest `keep`.
+    """Write `checkpoint-<step>` atomically, then delete all but the newest `keep` and the best.
+
+    `best` makes it the one that the link `best` leads to, until another one is.
 
     `others` lets the other ranks write into the folder meanwhile; it returns when they have, with
     their files' checksums. Raises DiskFullError; the checkpoints before it are then untouched.
@@ -195,8 +199,11 @@ def write_checkpoint(
         # A run only goes forward from its newest checkpoint, so the name is free.
         if not files.publish_folder(folder, final):
             raise CacheMismatchError(f"{final} appeared meanwhile: does another run write there?")
+    if best:
+        mark_best(final)
     for old in list_checkpoints(run_dir)[:-keep]:
-        shutil.rmtree(old)
+        if old != best_checkpoint(run_dir):
+            shutil.rmtree(old)
     return final
 
 
@@ -206,6 +213,21 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
         return []
     found = [(int(m[1]), p) for p in run_dir.iterdir() if (m := _NAME.fullmatch(p.name))]
     return [path for _, path in sorted(found)]
+
+
+def best_checkpoint(run_dir: Path) -> Path | None:
+    """Return the checkpoint that was best on held-out documents, if one has been marked."""
+    link = run_dir / BEST
+    return run_dir / link.readlink() if link.is_symlink() and link.exists() else None
+
+
+def mark_best(checkpoint: Path) -> None:
+    """Let the link `best` beside a checkpoint lead to it, atomically."""
+    link = checkpoint.parent / BEST
+    temporary = link.with_name(f"{files.TEMPORARY_PREFIX}{BEST}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(checkpoint.name)
+    temporary.replace(link)
 
 
 def resolve_checkpoint(path: Path) -> Path:

@@ -33,7 +33,7 @@ from trainer.checkpoint import list_checkpoints, read_state, require_space
 from trainer.config import FitConfig
 from trainer.loop import train
 from trainer.ranks import RankLostError, Ranks, connected, launch_of
-from trainer.run_plan import RunPlan, checkpoint_size, describe, plan_run
+from trainer.run_plan import RunPlan, checkpoint_size, describe, plan_run, require_room
 from trainer.training import Training, resume_training, start_training, training_state
 
 log = logging.getLogger(__name__)
@@ -48,13 +48,15 @@ def run(config: FitConfig, *, dry_run: bool = False) -> int:
             with connected(launch, config.sync.timeout_s) as ranks:
                 fit(config, ranks)
             return 0
-        choose_device(config.device)
+        device = choose_device(config.device)
         checkpoint = _starting_point(config)
         resumed = read_state(checkpoint) if checkpoint else None
         if launch.rank == 0:
             if resumed is not None:
                 print(f"would resume {checkpoint} at step {resumed.step:,}")
-            print(describe(plan_run(config), launch.num_ranks))
+            run = plan_run(config)
+            print(describe(run, device, launch.num_ranks))
+            require_room(run, device, launch.num_ranks)
     except HscacheError as error:
         if launch.num_ranks > 1:
             error.args = (f"rank {launch.rank} of {launch.num_ranks}: {error.args[0]}",)
@@ -73,10 +75,12 @@ def fit(config: FitConfig, ranks: Ranks | None = None) -> Path:
     checkpoint = _starting_point(config)
     if checkpoint is None:
         run = plan_run(config)
+        require_room(run, device, ranks.num_ranks)
         training = start_training(run, device, ranks)
     else:
         found = read_state(checkpoint, rank=ranks.rank, num_ranks=ranks.num_ranks)
         run = plan_run(config, recorded_shards=found.schedule["shards"])
+        require_room(run, device, ranks.num_ranks)
         training = resume_training(run, device, checkpoint, found, ranks)
         log.info("resuming %s at step %d", checkpoint, training.step)
     try:
@@ -84,7 +88,7 @@ def fit(config: FitConfig, ranks: Ranks | None = None) -> Path:
         _require_same_start(run, training)
         if not ranks.is_first:
             return train(run, training, device, checkpoint)
-        with _as_only_writer(run, checkpoint, ranks):
+        with _as_only_writer(run, device, checkpoint, ranks):
             return train(run, training, device, checkpoint)
     except RankLostError as error:
         saved = list_checkpoints(config.run_dir)
@@ -103,7 +107,9 @@ def _require_same_start(run: RunPlan, training: Training) -> None:
 
 
 @contextlib.contextmanager
-def _as_only_writer(run: RunPlan, checkpoint: Path | None, ranks: Ranks) -> Iterator[None]:
+def _as_only_writer(
+    run: RunPlan, device: torch.device, checkpoint: Path | None, ranks: Ranks
+) -> Iterator[None]:
     """Open the run's folder for writing, and say what is about to be done."""
     config = run.config
     files.make_folder(config.run_dir)
@@ -117,7 +123,7 @@ def _as_only_writer(run: RunPlan, checkpoint: Path | None, ranks: Ranks) -> Iter
         require_space(config.run_dir, checkpoint_size(run, ranks.num_ranks))
         save_config(config, config.run_dir / "config.json")
         _save_environment(config.run_dir, ranks.num_ranks)
-        print(describe(run, ranks.num_ranks))
+        print(describe(run, device, ranks.num_ranks))
         _warn_of_waste(config, ranks.num_ranks)
         yield
 
@@ -164,7 +170,7 @@ def _save_environment(run_dir: Path, num_ranks: int) -> None:
 
 def _remove_leftovers(run_dir: Path) -> None:
     for path in run_dir.glob(f"{files.TEMPORARY_PREFIX}*"):
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from hscache.errors import CacheMismatchError, ConfigError, ShardCorruptError
 from hscache.fingerprint import config_sha256, file_sha256
@@ -56,9 +57,7 @@ def load_frozen(cache: Cache) -> FrozenTarget:
 
     Raises ShardCorruptError when the file is not the one the cache's identity names.
     """
-    path = frozen_weights(cache.path)
-    if not path.is_file():
-        raise ShardCorruptError(f"{path} is missing; run `hscache produce` again to restore it.")
+    path = _weights_file(cache)
     if file_sha256(path) != cache.identity.states.frozen_sha256:
         raise ShardCorruptError(
             f"{path} does not have the hash that the cache's identity names: it was damaged or "
@@ -77,6 +76,28 @@ def load_frozen(cache: Cache) -> FrozenTarget:
         norm_H=norm,
         norm_eps=float(metadata["norm_eps"]),
     )
+
+
+def head_is_tied(cache: Cache) -> bool:
+    """Say whether the target's head is its embedding; reads no weights.
+
+    Raises ShardCorruptError when the file is missing or no safetensors file.
+    """
+    path = _weights_file(cache)
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            return tensors.metadata()["head"] == "tied"
+    except SafetensorError as error:
+        raise ShardCorruptError(
+            f"{path} is damaged ({error}). Delete frozen/ and run `hscache produce` again."
+        ) from error
+
+
+def _weights_file(cache: Cache) -> Path:
+    path = frozen_weights(cache.path)
+    if not path.is_file():
+        raise ShardCorruptError(f"{path} is missing; run `hscache produce` again to restore it.")
+    return path
 
 
 def initial_norm(frozen: FrozenTarget) -> torch.Tensor:

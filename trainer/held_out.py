@@ -34,7 +34,6 @@ from trainer.row_loss import row_hidden
 from trainer.rows import Row, RowDocument, build_row, decayed_weights
 from trainer.schedule import Position
 
-
 _LARGEST_CHUNK = 1024
 """Slots whose logits are held at once, also in fp32: 2.5 GB at a vocabulary of 248,320."""
 
@@ -257,9 +256,7 @@ def _read_ahead(rows: Iterator[_Packed]) -> Iterator[_Packed]:
             yield row
 
 
-def _cut(
-    anchors: list[npt.NDArray[np.int64]], size: int
-) -> Iterator[list[npt.NDArray[np.int64]]]:
+def _cut(anchors: list[npt.NDArray[np.int64]], size: int) -> Iterator[list[npt.NDArray[np.int64]]]:
     """Yield `size` anchors at a time, all documents in order; each time one array per document."""
     edges = np.cumsum([0] + [len(anchors_A) for anchors_A in anchors])
     for start in range(0, int(edges[-1]), size):
@@ -284,6 +281,4 @@ def _acceptance(packed: _Packed, hits_AK: npt.NDArray[np.bool_] | None) -> HeldO
             num_matches_T[anchors_A] = np.cumprod(own_AK, axis=1, dtype=np.int64).sum(axis=1)
         parts.append(document_acceptance(num_matches_T, document.loss_mask_T))
         first += len(anchors_A)
-    return HeldOutFigures(
-        num_documents=len(packed.documents), acceptance=sum(parts, Acceptance())
-    )
+    return HeldOutFigures(num_documents=len(packed.documents), acceptance=sum(parts, Acceptance()))

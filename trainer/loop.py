@@ -24,11 +24,13 @@ from hscache.report import format_table
 from hscache.settings import to_dict
 from hscache.signals import stop_requested
 from trainer.batches import Batch, Loader, StepEnd
+from trainer.checkpoint import mark_best
 from trainer.checkpoint_writer import CheckpointWriter
 from trainer.metrics import MetricsLog, Window
 from trainer.run_plan import RunPlan
 from trainer.schedule import Share
 from trainer.training import Training, save_training
+from trainer.watch import HeldOutWatch
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +86,7 @@ def train(run: RunPlan, training: Training, device: torch.device, saved: Path | 
                 after_step=training.logged_step,
                 log_with=config.log_with,
                 config=to_dict(config),
+                eval_after_step=training.step,
             )
             stack.enter_context(metrics)
         writer = stack.enter_context(CheckpointWriter())
@@ -114,6 +117,7 @@ class _Loop:
         self._error: Exception | None = None
         self._starving = False
         self._shown: dict[str, float | str] = {}
+        self._watch = HeldOutWatch(run, training, metrics) if metrics else None
 
     def run(self) -> Path:
         """Go on to the end; return the last checkpoint."""
@@ -124,12 +128,16 @@ class _Loop:
             self._step_alone_and_meet()
         if training.window.num_steps:
             self._log()
+        self._look(saving=True)
         if self._saved is None or self._saved_step != training.step:
             self._save()
         self._writer.finish()
         assert self._saved is not None
-        if self._ranks.is_first:
-            print(_summary(self._run, training, self._saved, self._progress.mean_rate))
+        if self._watch is not None:
+            if self._watch.is_best(training.step):  # saved before it was looked at
+                mark_best(self._saved)
+            rate, held_out = self._progress.mean_rate, self._watch.summary()
+            print(_summary(self._run, training, self._saved, rate, held_out))
         self._ranks.gather([0])  # leave together: the others' store may live in rank 0
         return self._saved
 
@@ -229,11 +237,20 @@ class _Loop:
         if step // config.log_every > self._training.logged_step // config.log_every:
             self._log()
         self._writer.check()
-        if step // config.checkpoint_every > self._saved_step // config.checkpoint_every:
+        save = step // config.checkpoint_every > self._saved_step // config.checkpoint_every
+        self._look(saving=save)
+        if save:
             self._save()
 
+    def _look(self, *, saving: bool) -> None:
+        """Let rank 0 look at held-out documents if that is due; the others wait for it later."""
+        if self._watch is not None:
+            self._shown |= self._watch.look(self._training, saving=saving)
+
     def _save(self) -> None:
-        self._saved = save_training(self._run, self._training, self._writer)
+        self._writer.finish()  # it may still be about to mark another one as the best
+        best = self._watch is not None and self._watch.is_best(self._training.step)
+        self._saved = save_training(self._run, self._training, self._writer, best=best)
         self._saved_step = self._training.step
 
     def _log(self) -> None:
@@ -285,7 +302,9 @@ class _Loop:
         )
 
 
-def _summary(run: RunPlan, training: Training, saved: Path, rate: float) -> str:
+def _summary(
+    run: RunPlan, training: Training, saved: Path, rate: float, held_out: list[list[str]]
+) -> str:
     return format_table(
         ["trained", str(run.config.run_dir)],
         [
@@ -293,6 +312,7 @@ def _summary(run: RunPlan, training: Training, saved: Path, rate: float) -> str:
             ["tokens", f"{training.tokens:,} context tokens, {training.anchors:,} anchors"],
             ["tokens/s", f"{rate:,.0f}"],
             ["updates skipped", f"{training.empty_windows} (nothing supervised)"],
+            *held_out,
             ["checkpoint", str(saved)],
         ],
     )

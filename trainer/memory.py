@@ -30,7 +30,7 @@ class RunMemory:
     copy: int
     """matrices in the compute dtype; 0 where that is fp32"""
     moments: int
-    """of the optimizer, fp32; there from the first step's end"""
+    """of the optimizer, fp32, there from the first step's end; and diloco's anchors and momentum"""
     gradients: int
     """fp32, accumulated over the rows of a step"""
     frozen: int
@@ -63,6 +63,7 @@ def predict_memory(
     chunk_size: int,
     dtype: torch.dtype,
     optimizer: Literal["adamw", "muon"],
+    outer_step: bool = False,
     tied_head: bool,
     backend: Backend,
 ) -> RunMemory:
@@ -96,9 +97,7 @@ def predict_memory(
     if backend == "sdpa":  # a mask over context and all blocks, for each query of a key head
         group = config.num_attention_heads // config.num_key_value_heads
         mask_bytes = size * slots * group * (row_tokens + slots)
-    context_bytes = size * (
-        row_tokens * (2 * hidden + 3 * kv * layers) + 2 * kv * layers * hidden
-    )
+    context_bytes = size * (row_tokens * (2 * hidden + 3 * kv * layers) + 2 * kv * layers * hidden)
     # the last residual stream, its norm, the scored slots of it, and their gradient
     end_bytes = 4 * size * scored * hidden
     chunk = min(chunk_size, scored)
@@ -107,7 +106,8 @@ def predict_memory(
     return RunMemory(
         masters=4 * all_parameters,
         copy=0 if dtype == torch.float32 else size * matrices,
-        moments=8 * all_parameters if optimizer == "adamw" else 4 * matrices + 8 * norms,
+        moments=(8 * all_parameters if optimizer == "adamw" else 4 * matrices + 8 * norms)
+        + (8 * all_parameters if outer_step else 0),
         gradients=4 * all_parameters,
         frozen=(1 if tied_head else 2) * size * config.vocab_size * hidden,
         features=(rows_per_step + _ROWS_AHEAD) * size * row_tokens * config.num_features * hidden,

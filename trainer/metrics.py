@@ -1,8 +1,8 @@
 """metrics.jsonl: one JSON object a line, always; and accelerate's trackers on request.
 
-Takes the figures of optimizer steps, gathered in a `Window` until a line is due. On resume, lines
-from beyond the checkpoint are cut off and the checkpoint's window is continued, so the file reads
-as if the run had never stopped.
+Takes the figures of optimizer steps, gathered in a `Window` until a line is due, and those of looks
+at held-out documents (lines of `eval/` figures). On resume, lines from beyond the checkpoint are
+cut off and the checkpoint's window is continued, so the file reads as if the run had never stopped.
 """
 
 from __future__ import annotations
@@ -69,6 +69,10 @@ class Window:
         self._tokens += tokens
         self._anchors += anchors
 
+    def leave_out(self, seconds: float) -> None:
+        """Do not count time that was not spent on training."""
+        self._started += seconds
+
     def read(self) -> list[StepFigures]:
         """Return every step's figures as numbers (synchronises with the device).
 
@@ -121,10 +125,21 @@ class Window:
 
 
 class MetricsLog:
-    """Append metrics of a run; a context manager."""
+    """Append metrics of a run; a context manager.
+
+    Of a run that is resumed, lines of steps are kept up to `after_step`, the last one that the
+    checkpoint's window does not cover, and `eval/` lines up to `eval_after_step`, its own step
+    (a look comes before the checkpoint of its step is written).
+    """
 
     def __init__(
-        self, run_dir: Path, *, after_step: int, log_with: str, config: dict[str, Any]
+        self,
+        run_dir: Path,
+        *,
+        after_step: int,
+        log_with: str,
+        config: dict[str, Any],
+        eval_after_step: int = 0,
     ) -> None:
         if log_with != "none" and importlib.util.find_spec(log_with) is None:
             raise ConfigError(
@@ -132,14 +147,18 @@ class MetricsLog:
                 "--log-with none: metrics.jsonl is written in any case."
             )
         self.path = run_dir / "metrics.jsonl"
-        self._after_step = after_step
+        self._after_step, self._eval_after_step = after_step, eval_after_step
+        self.evaluations: list[dict[str, Any]] = []
+        """Lines of `eval/` figures from before, as they are in the file."""
         self._log_with = log_with
         self._config = config
         self._accelerator: Any = None
 
     def __enter__(self) -> MetricsLog:
-        kept = [line for line in _lines(self.path) if _step(line) <= self._after_step]
-        files.replace_atomically(self.path, "".join(kept).encode())
+        kept = [line for line in read_metrics(self.path) if self._stays(line)]
+        self.evaluations = [line for line in kept if is_evaluation(line)]
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        files.replace_atomically(self.path, text.encode())
         # Unbuffered: after a full disk there is nothing left that closing would try to write again.
         self._file = self.path.open("ab", buffering=0)
         if self._log_with != "none":
@@ -161,6 +180,10 @@ class MetricsLog:
         if self._accelerator is not None:
             self._accelerator.end_training()
 
+    def _stays(self, line: dict[str, Any]) -> bool:
+        last = self._eval_after_step if is_evaluation(line) else self._after_step
+        return line["step"] <= last
+
     def log(self, step: int, **values: float | None) -> None:
         """Write one line; a value of None means there was nothing to measure (never 0)."""
         line = json.dumps({"step": step, **values}).encode() + b"\n"
@@ -172,19 +195,27 @@ class MetricsLog:
             self._accelerator.log(numbers, step=step)
 
 
-def _step(line: str) -> float:
-    """Return a line's step; a line that was damaged is dropped, for metrics can be spared."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError):
-        return float("inf")
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics.jsonl, none if there is no file.
 
-
-def _lines(path: Path) -> list[str]:
+    A line that was damaged, or cut by a crash, is dropped: metrics can be spared.
+    """
     if not path.exists():
         return []
-    # A line cut by a crash has no newline and is dropped.
-    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    lines = []
+    for text in path.read_text(errors="replace").splitlines(keepends=True):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if text.endswith("\n") and isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
+    return lines
+
+
+def is_evaluation(line: dict[str, Any]) -> bool:
+    """Say whether a line is about held-out documents rather than steps."""
+    return "eval/documents" in line
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -11,16 +11,20 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from hscache.device import DTYPES
 from hscache.errors import CacheIncompleteError, ConfigError
-from hscache.reader import Cache, open_cache
+from hscache.reader import Cache, Document, open_cache
 from hscache.report import format_bytes, format_table
-from trainer.anchors import coverage
+from trainer.anchors import coverage, valid_anchors
+from trainer.attention import training_backend
 from trainer.batches import RowSettings
 from trainer.checkpoint import checkpoint_bytes
 from trainer.config import DrafterConfig, FitConfig, LossConfig, num_parameters
-from trainer.frozen import drafter_config
+from trainer.frozen import drafter_config, head_is_tied
+from trainer.held_out import choose_documents
+from trainer.memory import RunMemory, describe_memory, predict_memory, require_gpu_memory
 from trainer.rows import decayed_weights
 from trainer.schedule import AnchorRule, Schedule, anchor_rule, expected_tokens
 
@@ -44,6 +48,8 @@ class RunPlan:
     """context tokens over all passes, on average over the anchors' draws"""
     coverage: float
     """expected scorings of a supervised token in a pass"""
+    held_out: tuple[Document, ...] = ()
+    """documents to look at while training; none without `eval_every_tokens`"""
 
 
 def plan_run(config: FitConfig, *, recorded_shards: Collection[int] | None = None) -> RunPlan:
@@ -102,6 +108,7 @@ def plan_run(config: FitConfig, *, recorded_shards: Collection[int] | None = Non
             limit=rule.limit,
             keep_K=weights_K if config.loss.sample_slots else np.ones_like(weights_K),
         ),
+        held_out=_held_out(cache, config),
     )
 
 
@@ -115,6 +122,20 @@ def _gamma(loss: LossConfig, block_size: int) -> float | None:
             "16, 5 for 10 and 4 for 8."
         )
     return gamma
+
+
+def _held_out(cache: Cache, config: FitConfig) -> tuple[Document, ...]:
+    if not config.eval_every_tokens:
+        return ()
+    chosen = tuple(choose_documents(cache, config.eval_documents, config.row_tokens))
+    if not chosen:
+        log.warning(
+            "%s has no held-out document with states, two supervised tokens in a row and at most "
+            "row_tokens (%d) tokens: training goes on without evaluation. `hscache produce "
+            "--data.held-out-fraction` makes some in a new cache.",
+            cache.path, config.row_tokens,
+        )  # fmt: skip
+    return chosen
 
 
 def _training_documents(
@@ -175,8 +196,47 @@ def _describe_ranks(config: FitConfig, num_ranks: int) -> str:
     return f"{num_ranks}, {sync.mode} {meet}"
 
 
-def describe(run: RunPlan, num_ranks: int = 1) -> str:
-    """Return the batch arithmetic as a table."""
+def predicted_memory(run: RunPlan, device: torch.device, num_ranks: int) -> RunMemory:
+    """Predict a rank's peak memory on its device."""
+    config = run.config
+    return predict_memory(
+        run.drafter,
+        row_tokens=config.row_tokens,
+        anchors_per_row=config.anchors_per_row,
+        rows_per_step=-(-config.global_batch_rows // num_ranks),
+        chunk_size=config.loss.slots_per_chunk(device.type),
+        dtype=DTYPES[config.dtype],
+        optimizer=config.optim.name,
+        outer_step=num_ranks > 1 and config.sync.mode == "diloco",
+        tied_head=head_is_tied(run.cache),
+        backend=training_backend(config.attention, device),
+    )
+
+
+def require_room(run: RunPlan, device: torch.device, num_ranks: int) -> None:
+    """Raise ConfigError, before anything is on it, when a GPU lacks the memory for this run."""
+    backend = training_backend(run.config.attention, device)
+    require_gpu_memory(predicted_memory(run, device, num_ranks), device, backend)
+
+
+def _describe_held_out(run: RunPlan) -> list[list[str]]:
+    every = run.config.eval_every_tokens
+    if not run.held_out:
+        return [["held out", "no evaluation"]]
+    anchors = sum(len(valid_anchors(document.loss_mask)) for document in run.held_out)
+    # Evaluation is a forward pass, a third of training's work for a block.
+    cost = anchors / 3 / (every * run.config.anchors_per_row / run.config.row_tokens)
+    return [
+        [
+            "held out",
+            f"{len(run.held_out):,} documents, {anchors:,} anchors, every {every:,} tokens (about "
+            f"{100 * cost:.2g} % of the work) and at checkpoints",
+        ]
+    ]
+
+
+def describe(run: RunPlan, device: torch.device, num_ranks: int = 1) -> str:
+    """Return the batch arithmetic and the predicted memory as a table."""
     config, drafter = run.config, run.drafter
     layers = list(drafter.target_layer_ids)
     steps = -(-run.total_tokens // (config.row_tokens * config.global_batch_rows))
@@ -195,6 +255,8 @@ def describe(run: RunPlan, num_ranks: int = 1) -> str:
             ["loss", f"{config.loss.labels} labels, {_weighting(run)}"],
             ["learning rate", f"{config.optim.lr:g}, {config.optim.schedule}, {config.dtype}"],
             ["checkpoint", format_bytes(checkpoint_size(run, num_ranks))],
+            *_describe_held_out(run),
+            *describe_memory(predicted_memory(run, device, num_ranks)),
         ],
     )
 

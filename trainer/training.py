@@ -402,9 +402,12 @@ def training_state(run: RunPlan, training: Training) -> TrainerState:
     )
 
 
-def save_training(run: RunPlan, training: Training, writer: CheckpointWriter) -> Path:
+def save_training(
+    run: RunPlan, training: Training, writer: CheckpointWriter, *, best: bool = False
+) -> Path:
     """Copy the run's state and begin to write it as a checkpoint; return where it will appear.
 
+    `best` marks it so once it is there; only rank 0's word counts.
     To be called by every rank, at the same step and after a meeting. Raises HscacheError instead
     when the loss is not finite, and whatever the writing of the checkpoint before it raised.
     """
@@ -435,6 +438,7 @@ def save_training(run: RunPlan, training: Training, writer: CheckpointWriter) ->
             target_config=target_config(run.cache),
             dtype=DTYPES[config.dtype],
             keep=config.keep_checkpoints,
+            best=best,
             others=others,
         )
 
