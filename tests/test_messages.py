@@ -248,6 +248,11 @@ CASES = [
     (trainer, f"{FIT} --init-from eagle", 2, ["eagle/config.json", "'eagle3'", "'dflash'"]),
     (trainer, f"{FIT} --init-from folder", 2, ["folder is neither a checkpoint", "run folder"]),
     (trainer, f"{FIT} --init-from tiny", 2, ["model_type 'llama'", "z-lab's", "speculators"]),
+    (trainer, f"{FIT} --eval-every-tokens -1", 2, ["eval_every_tokens: found -1", "0 (none)"]),
+    (trainer, f"{FIT} --eval-documents 0", 2, ["eval_documents: found 0", "at least 1"]),
+    (trainer, "plot --output out/a.png", 2, ["`runs`"]),
+    (trainer, "plot run --output out/a.txt", 2, ["out/a.txt", "found `.txt`", ".png, .svg"]),
+    (trainer, "plot run folder --output out/a.png", 2, ["folder has no metrics.jsonl", "run_dir"]),
     (trainer, f"{EXPORT} --format gguf", 2, ["found `gguf`", "zlab, speculators"]),
     (trainer, f"{EXPORT} --format speculators", 2, ["needs --shards", "embedding", "the cache"]),
     (trainer, f"{EXPORT} --target a/b", 2, ["--target", "names no target", "Leave it out"]),
@@ -272,6 +277,13 @@ def test_a_mistake_is_explained(case, world, monkeypatch, capsys):
     assert "Traceback" not in error
     assert "--debug" not in error  # the message for what we did not foresee
     assert len(error.splitlines()) <= SCREEN
+
+
+def test_plot_without_matplotlib_says_what_to_install(world, monkeypatch, capsys):
+    monkeypatch.chdir(world)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert trainer(["plot", "run", "--output", "out/a.png"]) == 2
+    assert 'pip install "hscache[plot]"' in capsys.readouterr().err
 
 
 def test_a_tracker_that_is_not_installed_is_named(world, monkeypatch, capsys):

@@ -117,7 +117,10 @@ def test_training_never_notices(cache, tmp_path, dtype):
 
 def test_metrics_of_a_killed_run_go_on_as_if_it_had_never_stopped(cache, tmp_path):
     """Lines from after the checkpoint are there, as kill -9 leaves them; log lines are rarer."""
-    settings = {"checkpoint_every": 3, "keep_checkpoints": 99, "log_every": 2, **EVERY}
+    settings = {
+        "checkpoint_every": 3, "keep_checkpoints": 99, "log_every": 2, "eval_documents": 3,
+        "eval_every_tokens": 650,  # once in the whole run
+    }  # fmt: skip
     last = fit(fit_config(cache, tmp_path / "straight", **settings))
     for checkpoint in list_checkpoints(tmp_path / "straight")[:-1]:
         run_dir = tmp_path / checkpoint.name

@@ -4,7 +4,7 @@ import sys
 
 from hscache import settings
 from hscache.settings import Command
-from trainer.config import BenchConfig, EvalConfig, ExportConfig, FitConfig
+from trainer.config import BenchConfig, EvalConfig, ExportConfig, FitConfig, PlotConfig
 
 COMMANDS = [
     Command(
@@ -18,6 +18,13 @@ COMMANDS = [
         help="measure a drafter's acceptance length, from held-out shards and by real decoding",
         config=EvalConfig,
         run="trainer.evaluate:run",
+    ),
+    Command(
+        name="plot",
+        help="draw the curves of runs: loss, accuracy, acceptance, speed",
+        config=PlotConfig,
+        run="trainer.plot:run",
+        positional="runs",
     ),
     Command(
         name="export",

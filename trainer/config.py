@@ -410,6 +410,16 @@ class BenchConfig(FitConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlotConfig:
+    """Draw the curves of runs, from their metrics.jsonl alone; a run may still be going."""
+
+    runs: tuple[Path, ...]
+    """Run folders, overlaid."""
+    output: Path
+    """Picture to write: .png, .svg or .pdf."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """Measure a drafter: acceptance length from held-out shards, and by real decoding."""
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -68,7 +68,7 @@ class HeldOutFigures:
     correct_K: tuple[int, ...] = ()
     """right predictions at slot k, at k - 1"""
     scored_K: tuple[int, ...] = ()
-    acceptance: Acceptance = Acceptance()
+    acceptance: Acceptance = field(default_factory=Acceptance)
 
     @property
     def loss(self) -> float | None:

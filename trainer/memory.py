@@ -1,8 +1,9 @@
 """Peak memory of a training run, predicted from its shapes before anything is allocated.
 
 Takes a drafter's shape and a row's size; hands on a `RunMemory`, and refuses a GPU that lacks it.
-Rows have one shape on a GPU, so the first row needs what every other one needs. Calibrated on one
-measurement (tests/test_memory.py): an H200, compiled, 1.73 B parameters.
+Rows have one shape on a GPU, so the first row needs what every other one needs. What a
+compiled layer keeps was chosen to agree with the one measurement there is (tests/test_memory.py: an
+H200, 1.73 B parameters); a second shape on a GPU would show whether it holds.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def predict_memory(
 ) -> RunMemory:
     """Add up a run's tensors; an upper bound on a CPU, whose rows end with their last token.
 
-    Compiled (`flex`) the sum is within a few percent of what was measured. Without a compiler
+    Compiled (`flex`) the sum was fitted to the one shape that was measured. Without a compiler
     activations are within a fifth of what autograd keeps for a row that is one document, the worst
     case (a test); temporary tensors of a single operation are not counted.
     """
@@ -119,8 +120,8 @@ def predict_memory(
     )
 
 
-def describe_memory(memory: RunMemory) -> list[list[str]]:
-    """Return rows of a table: what is always there, what a row adds, and the sum."""
+def describe_memory(memory: RunMemory, where: str = "") -> list[list[str]]:
+    """Return rows of a table: what is always there, what a row adds, and the sum (and where)."""
     copy = f", compute copy {format_bytes(memory.copy)}" if memory.copy else ""
     return [
         [
@@ -134,7 +135,7 @@ def describe_memory(memory: RunMemory) -> list[list[str]]:
             f"states {format_bytes(memory.features)}, activations "
             f"{format_bytes(memory.activations)}, logits {format_bytes(memory.scratch)}",
         ],
-        ["peak memory", f"about {format_bytes(memory.peak)}"],
+        ["peak memory", f"about {format_bytes(memory.peak)}{where}"],
     ]
 
 

@@ -256,7 +256,7 @@ def describe(run: RunPlan, device: torch.device, num_ranks: int = 1) -> str:
             ["learning rate", f"{config.optim.lr:g}, {config.optim.schedule}, {config.dtype}"],
             ["checkpoint", format_bytes(checkpoint_size(run, num_ranks))],
             *_describe_held_out(run),
-            *describe_memory(predicted_memory(run, device, num_ranks)),
+            *describe_memory(predicted_memory(run, device, num_ranks), f" on {device.type}"),
         ],
     )
 
