@@ -115,6 +115,11 @@ def test_figures_equal_a_slow_loop_over_single_blocks(run, drafter, frozen):
     assert found.accuracy == sum(expected.correct_K) / sum(expected.scored_K)
 
 
+def test_without_gamma_all_slots_weigh_the_same(run, drafter, frozen):
+    figures = figures_of(drafter, frozen, held_out_documents(run.cache), gamma=None)
+    assert figures.weight_sum == sum(figures.scored_K)
+
+
 @pytest.mark.parametrize(
     "shape",
     [{"row_tokens": 30}, {"row_tokens": 999, "anchors_per_row": 999}, {"anchors_per_row": 1}],

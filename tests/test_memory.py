@@ -58,6 +58,7 @@ def test_each_setting_moves_the_part_that_it_should():
     assert changed(anchors_per_row=256) == {"activations", "scratch"}
     assert changed(chunk_size=1024) == {"scratch"}
     assert changed(rows_per_step=8) == {"features"}
+    assert changed(soft_labels=True) == {"features", "activations", "scratch"}
     assert changed(optimizer="muon") == {"moments"}
     assert changed(tied_head=True) == {"frozen"}
     assert memory(tied_head=True).frozen * 2 == memory().frozen

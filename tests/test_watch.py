@@ -99,9 +99,12 @@ def test_a_line_holds_what_trainer_eval_would_find(cache, tmp_path):
     assert (last["eval/documents"], last["eval/anchors"]) == (3, 3 * 26)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_training_never_notices(cache, tmp_path, dtype):
-    settings = {"dtype": dtype, "loss": {"sample_slots": True}, "checkpoint_every": 5}
+@pytest.mark.parametrize(
+    ("dtype", "loss"),
+    [("float32", {"sample_slots": True}), ("bfloat16", {"weighting": "dpace", "gamma": None})],
+)
+def test_training_never_notices(cache, tmp_path, dtype, loss):
+    settings = {"dtype": dtype, "loss": loss, "checkpoint_every": 5}
     without = fit(fit_config(cache, tmp_path / "a", **settings))
     with_looks = fit(fit_config(cache, tmp_path / "b", **settings, **EVERY))
     assert without.name == with_looks.name

@@ -57,8 +57,8 @@ class RecordedDocument(Protocol):
 class HeldOutFigures:
     """Sums over held-out documents; add them with `+`. A figure is None without anything to score.
 
-    All valid anchors are scored, each slot with training's weight, so `loss` is what training
-    minimises, on other documents.
+    All valid anchors are scored. The loss is the cross-entropy of the recorded text by training's
+    slot weights, also where training minimises another one (soft labels, D-PACE).
     """
 
     num_documents: int = 0
@@ -72,7 +72,7 @@ class HeldOutFigures:
 
     @property
     def loss(self) -> float | None:
-        """Mean cross-entropy, in nats, by training's slot weights."""
+        """Mean cross-entropy in nats."""
         return self.loss_sum / self.weight_sum if self.weight_sum else None
 
     @property
@@ -130,7 +130,7 @@ def evaluate_held_out(
     frozen: FrozenTarget,
     documents: Iterable[RecordedDocument],
     *,
-    gamma: float,
+    gamma: float | None,
     row_tokens: int,
     anchors_per_row: int,
     device: torch.device,
@@ -140,8 +140,8 @@ def evaluate_held_out(
 ) -> HeldOutFigures:
     """Score every valid anchor of the documents, `anchors_per_row` blocks at once.
 
-    With the row shape, chunk and backend of a training run its compiled kernels serve here too. The
-    next row is read from disk while this one is computed.
+    Without gamma all slots weigh the same. With the row shape, chunk and backend of a training run
+    its compiled kernels serve here too. The next row is read from disk while this one is computed.
     """
     weights_K = decayed_weights(drafter.config.block_size, gamma)
     # A slot that weighs nothing in fp32 still counts for accuracy and acceptance.

@@ -66,6 +66,7 @@ def predict_memory(
     optimizer: Literal["adamw", "muon"],
     outer_step: bool = False,
     tied_head: bool,
+    soft_labels: bool = False,
     backend: Backend,
 ) -> RunMemory:
     """Add up a run's tensors; an upper bound on a CPU, whose rows end with their last token.
@@ -103,6 +104,11 @@ def predict_memory(
     end_bytes = 4 * size * scored * hidden
     chunk = min(chunk_size, scored)
     logits_bytes = chunk * config.vocab_size * (size + 4 if backend == "sdpa" else size)
+    row_states = row_tokens * config.num_features * hidden
+    if soft_labels:  # the target's last states and the teacher's logits
+        row_states += row_tokens * hidden
+        end_bytes += size * scored * hidden
+        logits_bytes *= 2
     mlp_gradient_bytes = size * (slots * (3 * wide + 2 * hidden) + wide * hidden)
     return RunMemory(
         masters=4 * all_parameters,
@@ -111,7 +117,7 @@ def predict_memory(
         + (8 * all_parameters if outer_step else 0),
         gradients=4 * all_parameters,
         frozen=(1 if tied_head else 2) * size * config.vocab_size * hidden,
-        features=(rows_per_step + _ROWS_AHEAD) * size * row_tokens * config.num_features * hidden,
+        features=(rows_per_step + _ROWS_AHEAD) * size * row_states,
         activations=layers * (slots * layer_bytes + joined_bytes)
         + context_bytes
         + end_bytes

@@ -209,6 +209,7 @@ def predicted_memory(run: RunPlan, device: torch.device, num_ranks: int) -> RunM
         optimizer=config.optim.name,
         outer_step=num_ranks > 1 and config.sync.mode == "diloco",
         tied_head=head_is_tied(run.cache),
+        soft_labels=run.row.soft_labels,
         backend=training_backend(config.attention, device),
     )
 
