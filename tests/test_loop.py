@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from trainer_cache import documents, fit_config, make_cache, metrics_of
 
-from trainer.checkpoint import list_checkpoints, load_drafter, read_state
+from trainer.checkpoint import best_checkpoint, list_checkpoints, load_drafter, read_state
 from trainer.config import SyncConfig
 from trainer.fit import fit
+from trainer.metrics import is_evaluation
 from trainer.ranks import Ranks
 from trainer.run_plan import checkpoint_size, plan_run
 from trainer.schedule import Position, Share, joint_position
@@ -100,6 +101,24 @@ def test_ranks_that_step_alone_read_every_row_once_and_end_together(
     assert lines[-1]["train/tokens"] == mine.tokens
     assert lines[-1]["train/lr"] == metrics_of(alone[0])[-1]["train/lr"]
     assert [line["step"] for line in lines][:3] == [6, 9, 12]  # meetings after 4, 8, 12
+
+
+@pytest.mark.parametrize("mode", ["ddp", "average"])
+def test_looks_of_one_rank_change_nothing_for_any(pool, cache, tmp_path, mode):
+    looks = {"eval_every_tokens": 300, "eval_documents": 1, "keep_checkpoints": 1}
+    pool("train", 2, config=config_of(cache, tmp_path / "without", mode, passes=1))
+    config = config_of(cache, tmp_path / "with", mode, passes=1, **looks)
+    assert [rank["error"] for rank in pool("train", 2, config=config)] == [None] * 2
+    assert_equal_weights(tmp_path / "without", tmp_path / "with")
+    lines = timeless(tmp_path / "with")
+    steps = [line for line in lines if not is_evaluation(line)]
+    assert steps == timeless(tmp_path / "without")
+    found = [line["step"] for line in lines if is_evaluation(line)]
+    assert found == sorted(set(found))
+    assert len(found) > 2
+    assert found[-1] == steps[-1]["step"]
+    assert 1 <= len(list_checkpoints(tmp_path / "with")) <= 2
+    assert best_checkpoint(tmp_path / "with") in list_checkpoints(tmp_path / "with")
 
 
 def test_diloco_without_momentum_at_rate_1_is_average(pool, cache, tmp_path):

@@ -21,7 +21,7 @@ DRAFTER = DrafterConfig(
 SMALL = dataclasses.replace(
     DRAFTER, hidden_size=256, intermediate_size=768, num_hidden_layers=3, num_attention_heads=8,
     num_key_value_heads=2, head_dim=32, vocab_size=512, mask_token_id=5, target_layer_ids=(0, 2),
-    num_target_layers=5,
+    num_target_layers=5, layer_types=("full_attention",) * 3,
 )  # fmt: skip
 ROW = {
     "row_tokens": 4096, "anchors_per_row": 512, "rows_per_step": 1, "chunk_size": 8192,
@@ -60,6 +60,7 @@ def test_each_setting_moves_the_part_that_it_should():
     assert changed(rows_per_step=8) == {"features"}
     assert changed(soft_labels=True) == {"features", "activations", "scratch"}
     assert changed(optimizer="muon") == {"moments"}
+    assert changed(outer_step=True) == {"moments"}
     assert changed(tied_head=True) == {"frozen"}
     assert memory(tied_head=True).frozen * 2 == memory().frozen
     assert memory(dtype=torch.float32).copy == 0

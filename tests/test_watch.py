@@ -153,10 +153,13 @@ def test_resuming_a_finished_run_looks_at_nothing_again(cache, tmp_path, capsys)
 
 
 def test_stop_by_signal_saves_without_a_look_that_was_not_due(cache, tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.fit.stop_requested", lambda: contextlib.nullcontext(lambda: 15))
+    asked = itertools.count()
+    stop = contextlib.nullcontext(lambda: 15 if next(asked) > 8 else None)
+    monkeypatch.setattr("trainer.loop.stop_requested", lambda *same: stop)
     settings = {"eval_every_tokens": 10**9, "eval_documents": 3}
     with pytest.raises(StoppedBySignal):
         fit(fit_config(cache, tmp_path / "run", **settings))
+    assert len(list_checkpoints(tmp_path / "run")) == 1
     assert evaluations(tmp_path / "run") == []
     assert best_checkpoint(tmp_path / "run") is None
 
