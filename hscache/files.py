@@ -53,7 +53,13 @@ def make_folder(path: Path) -> None:
     """Make a folder and its parents; HscacheError says what is in the way."""
     try:
         with disk_full_named(path):
-            path.mkdir(parents=True, exist_ok=True)
+            while not path.is_dir():
+                try:
+                    path.mkdir(parents=True)
+                except FileExistsError:
+                    # Another process may have made it, and may have deleted it again since.
+                    if os.path.lexists(path) and not path.is_dir():
+                        raise
     except DiskFullError:
         raise
     except OSError as error:

@@ -36,10 +36,10 @@ def test_every_config_parses_and_needs_only_a_place(path):
         assert config.drafter.mask_token_id
 
 
-def test_there_is_a_pair_for_each_of_four_uses():
+def test_there_is_a_pair_for_each_use():
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == {
         "demo-produce", "demo-fit", "debug-produce", "debug-fit", "produce-qwen3-8b",
-        "fit-qwen3-8b", "produce-qwen3.6-27b", "fit-qwen3.6-27b",
+        "fit-qwen3-8b", "produce-qwen3.6-27b", "fit-qwen3.6-27b", "smollm2-produce", "smollm2-fit",
     }  # fmt: skip
 
 

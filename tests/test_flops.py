@@ -26,7 +26,8 @@ def test_the_27b_row_takes_126_tflop():
 
 def test_blocks_cost_six_times_the_layers_weights_a_slot():
     flops = row_flops(QWEN_27B, num_tokens=100, num_anchors=3, mean_context=0)
-    without = dataclasses.replace(QWEN_27B, num_hidden_layers=4)
+    fewer = {"num_hidden_layers": 4, "layer_types": QWEN_27B.layer_types[:4]}
+    without = dataclasses.replace(QWEN_27B, **fewer)
     norms = 2 * 5120 + 2 * 128
     layer = num_parameters(QWEN_27B) - num_parameters(without) - norms
     assert flops.blocks == 6 * 3 * 16 * layer * 5

@@ -131,7 +131,14 @@ def test_documents_are_those_of_a_loop_over_rows_however_they_are_cut_and_resume
     assert (listed(again), again.report) == (expected, corpus.report)
 
 
-def test_several_processes_give_the_same_files(tmp_path, monkeypatch):
+@pytest.fixture
+def children():
+    """Processes of ours: others that this process started before are none of them."""
+    before = set(multiprocessing.active_children())
+    return lambda: set(multiprocessing.active_children()) - before
+
+
+def test_several_processes_give_the_same_files(tmp_path, monkeypatch, children):
     workers = 3
     monkeypatch.setattr(token_files, "RANGE_ROWS", 8)
     inputs = save(tmp_path / "rows", range(90), range(40, 100), range(5))
@@ -145,10 +152,12 @@ def test_several_processes_give_the_same_files(tmp_path, monkeypatch):
         found[number] = parts, listed(corpus), corpus.report
     assert len(found[1][0]) == 12 + 8 + 1
     assert found[workers] == found[1]
-    assert not multiprocessing.active_children()
+    assert not children()
 
 
-def test_the_first_bad_row_is_named_whichever_process_met_one_first(tmp_path, monkeypatch):
+def test_the_first_bad_row_is_named_whichever_process_met_one_first(
+    tmp_path, monkeypatch, children
+):
     monkeypatch.setattr(token_files, "RANGE_ROWS", 8)
     rows = rows_of([n * 17 for n in range(60)])
     rows[9]["messages"][0]["content"] = "many words " * 20_000  # its range takes long
@@ -159,27 +168,27 @@ def test_the_first_bad_row_is_named_whichever_process_met_one_first(tmp_path, mo
     folder.mkdir()
     with pytest.raises(DataError, match=r"a\.jsonl, line 15: `input_ids` holds 999"):
         load_corpus(data, TOKENIZER, 0, folder)
-    assert not multiprocessing.active_children()
+    assert not children()
     assert (folder / f"{0:012d}.npz").exists()
 
 
-def test_a_killed_process_is_reported(tmp_path, monkeypatch):
+def test_a_killed_process_is_reported(tmp_path, monkeypatch, children):
     monkeypatch.setattr(token_files, "RANGE_ROWS", 8)
     data = DataConfig(
         train=(str(write_jsonl(tmp_path / "a.jsonl", rows_of(range(60)))),), workers=2
     )
 
     def kill_one():
-        while not (children := multiprocessing.active_children()):
+        while not (found := children()):
             time.sleep(0.01)
-        os.kill(children[0].pid, signal.SIGKILL)
+        os.kill(found.pop().pid, signal.SIGKILL)
 
     thread = threading.Thread(target=kill_one)
     thread.start()
     with pytest.raises(HscacheError, match=r"one of 2 processes that tokenise ended .* memory"):
         load_corpus(data, TOKENIZER, 0, tmp_path)
     thread.join()
-    assert not multiprocessing.active_children()
+    assert not children()
 
 
 SCRIPT = """
