@@ -39,6 +39,7 @@ def test_figures_add_up_and_are_written(config, capsys):
     assert step["flop_per_s"] == pytest.approx(2 * flop["total"] / step["seconds"]["median"])
     assert step["share_of_sustained_gemm"] == pytest.approx(step["flop_per_s"] / ceiling)
     shards = figures["from_shards"]
+    assert len(figures["forward_backward"]["share_by_turn"]) == 3
     assert 0 <= shards["data_wait"] <= 1
     assert shards["tokens_per_s"] * shards["seconds"] >= 30 * shards["rows"]
 

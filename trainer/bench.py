@@ -39,6 +39,7 @@ from trainer.training import Training, start_training
 
 log = logging.getLogger(__name__)
 
+_TURNS = 3
 _KEPT_ROWS = 4
 """Rows kept on the device for the parts that are timed without a loader."""
 
@@ -77,17 +78,23 @@ def measure(run: RunPlan, device: torch.device) -> dict[str, Any]:
     clock.finish()
     compile_s = time.perf_counter() - started
 
-    log.info("the products alone, for %.0f s", config.gemm_seconds)
-    ceiling = gemm_rate(run.drafter, config, device)
     clock.reset_peak()
-    log.info("forward and backward")
     rows = itertools.cycle(batches)
-    forward, backward, both = [], [], []
-    for _ in range(config.repeats * config.global_batch_rows):
-        a, b, c = _timed_row(training, next(rows), clock)
-        forward.append(b - a)
-        backward.append(c - b)
-        both.append(c - a)
+    ceilings, forward, backward, both, shares = [], [], [], [], []
+    for turn in range(1, _TURNS + 1):
+        # In turns, so that both sides meet the same heat and the same power limit.
+        log.info("turn %d of %d: the products alone, then forward and backward", turn, _TURNS)
+        ceilings.append(gemm_rate(run.drafter, config, device))
+        whole = []
+        for _ in range(config.repeats * config.global_batch_rows):
+            forward_s, whole_s = _timed_row(training, next(rows), clock)
+            forward.append(forward_s)
+            backward.append(whole_s - forward_s)
+            whole.append(whole_s)
+        both += whole
+        rate = row_flop / statistics.median(whole)
+        shares.append(rate / ceilings[-1]["sustained_flop_per_s"])
+    ceiling = sorted(ceilings, key=lambda c: c["sustained_flop_per_s"])[_TURNS // 2]
     _clear(training)
     log.info("steps of %d rows", config.global_batch_rows)
     steps = []
@@ -117,7 +124,7 @@ def measure(run: RunPlan, device: torch.device) -> dict[str, Any]:
         "gemm": ceiling,
         "forward_s": spread(forward),
         "backward_s": spread(backward),
-        "forward_backward": _rate(both, row_flop, ceiling),
+        "forward_backward": {**_rate(both, row_flop, ceiling), "share_by_turn": shares},
         "optimizer_s": spread(optimizer),
         "step": _rate(steps, step_flop, ceiling),
         "from_shards": streamed,
@@ -267,7 +274,8 @@ def _forward_backward(training: Training, batch: Batch) -> None:
     loss_sum.backward()
 
 
-def _timed_row(training: Training, batch: Batch, clock: Clock) -> tuple[float, float, float]:
+def _timed_row(training: Training, batch: Batch, clock: Clock) -> tuple[float, float]:
+    # Seconds of forward, and of forward and backward.
     start = clock.mark()
     loss_sum, _ = row_loss(
         training.drafter,
@@ -280,7 +288,7 @@ def _timed_row(training: Training, batch: Batch, clock: Clock) -> tuple[float, f
     middle = clock.mark()
     loss_sum.backward()
     end = clock.mark()
-    return 0.0, clock.between(start, middle), clock.between(start, end)
+    return clock.between(start, middle), clock.between(start, end)
 
 
 def _optimizer_seconds(training: Training, batch: Batch, clock: Clock) -> float:
