@@ -7,11 +7,11 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_cache import documents, fit_config, make_cache, metrics_of
+from trainer_cache import documents, fit_config, make_cache, metrics_of, random_bits
 
 import trainer.watch
 from hscache import files
-from hscache.errors import StoppedBySignal
+from hscache.errors import HscacheError, StoppedBySignal
 from trainer.checkpoint import (
     best_checkpoint,
     list_checkpoints,
@@ -201,6 +201,57 @@ def test_best_is_remembered_over_a_resume_and_not_kept_unless_asked(cache, tmp_p
     fit(fit_config(cache, tmp_path / "no", keep_best=False, **settings))
     assert best_checkpoint(tmp_path / "no") is None
     assert len(list_checkpoints(tmp_path / "no")) == 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("damage", ["lost", "edited", "of other documents"])
+def test_the_best_is_looked_at_again_when_its_line_is_gone(
+    cache, tmp_path, scored, caplog, damage, dtype
+):
+    """Else it would be replaced, and deleted, by whatever comes next."""
+    scored(1.5, 2.5, 2.0)
+    settings = {"checkpoint_every": 2, "keep_checkpoints": 2, "eval_every_tokens": 10**9}
+    settings |= {"dtype": dtype}
+    run_dir = tmp_path / "run"
+    fit(fit_config(cache, run_dir, **settings))
+    shutil.rmtree(list_checkpoints(run_dir)[-1])
+    if damage == "lost":
+        (run_dir / "metrics.jsonl").unlink()
+    elif damage == "edited":
+        (run_dir / "metrics.jsonl").write_text('{"step": 4, "eval/documents": 4}\n')
+    else:
+        settings["eval_documents"] = 2
+    scored(0.9)
+    fit(fit_config(cache, run_dir, resume=True, **settings))
+    assert "looking at them with it again" in caplog.text
+    assert best_checkpoint(run_dir).name == "checkpoint-4"
+    load_drafter(run_dir / "best")
+
+
+def test_a_damaged_best_checkpoint_is_replaced(cache, tmp_path, scored, caplog):
+    scored(1.5, 2.5, 2.0)
+    settings = {"checkpoint_every": 2, "keep_checkpoints": 2, "eval_every_tokens": 10**9}
+    run_dir = tmp_path / "run"
+    fit(fit_config(cache, run_dir, **settings))
+    shutil.rmtree(newest := list_checkpoints(run_dir)[-1])
+    (run_dir / "metrics.jsonl").unlink()
+    (run_dir / "best" / "model.safetensors").write_bytes(b"")
+    fit(fit_config(cache, run_dir, resume=True, **settings))
+    assert "cannot be the best any more" in caplog.text
+    assert best_checkpoint(run_dir) == newest
+
+
+def test_weights_that_are_not_finite_are_not_looked_at(tmp_path):
+    def bits(row, num_tokens):
+        values = random_bits(num_tokens, row)
+        values[:, 0, 0] = 0x7FC0 if row == 12 else 0
+        return values
+
+    folder = make_cache(tmp_path / "c", CORPUS, bits=bits)
+    settings = {"eval_every_tokens": 1, "eval_documents": 3, "log_every": 1000}
+    with pytest.raises(HscacheError, match="not finite at step"):
+        fit(fit_config(folder, tmp_path / "run", **settings))
+    assert all(line["eval/loss"] > 0 for line in evaluations(tmp_path / "run"))
 
 
 def test_cache_without_held_out_documents_is_said_and_trains_on(tmp_path, caplog, capsys):

@@ -134,7 +134,7 @@ class _Loop:
         self._writer.finish()
         assert self._saved is not None
         if self._watch is not None:
-            if self._watch.is_best(training.step):  # saved before it was looked at
+            if self._watch.is_best(training):  # saved before it was looked at
                 mark_best(self._saved)
             rate, held_out = self._progress.mean_rate, self._watch.summary()
             print(_summary(self._run, training, self._saved, rate, held_out))
@@ -249,7 +249,7 @@ class _Loop:
 
     def _save(self) -> None:
         self._writer.finish()  # it may still be about to mark another one as the best
-        best = self._watch is not None and self._watch.is_best(self._training.step)
+        best = self._watch is not None and self._watch.is_best(self._training)
         self._saved = save_training(self._run, self._training, self._writer, best=best)
         self._saved_step = self._training.step
 

@@ -8,6 +8,7 @@ metrics, so a resumed run looks when one that never stopped would. Training is n
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,16 @@ from typing import Any
 import torch
 
 from hscache.device import DTYPES
-from trainer.checkpoint import best_checkpoint
+from hscache.errors import HscacheError
+from trainer.checkpoint import best_checkpoint, load_drafter
+from trainer.drafter import Drafter
 from trainer.held_out import HeldOutFigures, evaluate_held_out
+from trainer.masters import Masters
 from trainer.metrics import MetricsLog
 from trainer.run_plan import RunPlan
 from trainer.training import Training
+
+log = logging.getLogger(__name__)
 
 
 class HeldOutWatch:
@@ -33,8 +39,9 @@ class HeldOutWatch:
         self._lines: dict[int, dict[str, Any]] = {
             line["step"]: line
             for line in metrics.evaluations
-            if line["eval/documents"] == len(run.held_out)
+            if line["eval/documents"] == len(run.held_out) and _is_whole(line)
         }
+        self._rescored: dict[Path, float] = {}
 
     def look(self, training: Training, *, saving: bool) -> dict[str, str]:
         """Evaluate if that is due at this step; return what the progress line shows from then on.
@@ -47,18 +54,40 @@ class HeldOutWatch:
         if mark == self._mark and not saving:
             return {}
         self._mark = mark
+        training.window.read()  # weights that are no longer finite are not worth a look
         line = self._evaluate(training)
         self._lines[training.step] = {"step": training.step, **line}
         self._metrics.log(training.step, **line)
         return {"acceptance": f"{line['eval/sequential']:.3f}"}
 
-    def is_best(self, step: int) -> bool:
+    def is_best(self, training: Training) -> bool:
         """Say whether this step's drafter accepts more than that of the `best` checkpoint."""
+        step = training.step
         if not self._run.config.keep_best or step not in self._lines:
             return False
         best = best_checkpoint(self._run.config.run_dir)
-        before = self._lines.get(_step(best)) if best else None
-        return before is None or self._lines[step]["eval/sequential"] > before["eval/sequential"]
+        if best is None:
+            return True
+        return bool(self._lines[step]["eval/sequential"] > self._score(training, best))
+
+    def _score(self, training: Training, checkpoint: Path) -> float:
+        """Return a checkpoint's acceptance on this run's documents; look again without a line."""
+        if line := self._lines.get(_step(checkpoint)):
+            return float(line["eval/sequential"])
+        if checkpoint not in self._rescored:
+            log.warning(
+                "metrics.jsonl has no line on these documents for the best checkpoint %s: looking "
+                "at them with it again", checkpoint.name,
+            )  # fmt: skip
+            try:
+                drafter = load_drafter(checkpoint).to(training.frozen.head_VH.device)
+            except HscacheError as error:
+                log.warning("it cannot be the best any more: %s", error)
+                return 0.0
+            Masters(drafter, DTYPES[self._run.config.dtype])  # lowers the matrices, as in training
+            found = self._figures(training, drafter).acceptance.sequential
+            self._rescored[checkpoint] = found or 0.0
+        return self._rescored[checkpoint]
 
     def summary(self) -> list[list[str]]:
         """Return rows for the table at the end."""
@@ -83,22 +112,11 @@ class HeldOutWatch:
         return rows
 
     def _evaluate(self, training: Training) -> dict[str, float | None]:
-        run, device = self._run, training.frozen.head_VH.device
+        device = training.frozen.head_VH.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # steps under way are not the evaluation's time
         started_s = time.perf_counter()
-        figures = evaluate_held_out(
-            training.drafter,
-            training.frozen,
-            run.held_out,
-            gamma=run.row.gamma,
-            row_tokens=run.row.row_tokens,
-            anchors_per_row=run.row.anchors_per_row,
-            device=device,
-            dtype=DTYPES[run.config.dtype],
-            chunk_size=training.chunk_size,
-            backend=training.backend,
-        )
+        figures = self._figures(training, training.drafter)
         seconds = time.perf_counter() - started_s
         training.window.leave_out(seconds)
         return {
@@ -106,6 +124,20 @@ class HeldOutWatch:
             **metrics_of(figures),
             "eval/seconds": seconds,
         }
+
+    def _figures(self, training: Training, drafter: Drafter) -> HeldOutFigures:
+        return evaluate_held_out(
+            drafter,
+            training.frozen,
+            self._run.held_out,
+            gamma=self._run.row.gamma,
+            row_tokens=self._run.row.row_tokens,
+            anchors_per_row=self._run.row.anchors_per_row,
+            device=training.frozen.head_VH.device,
+            dtype=DTYPES[self._run.config.dtype],
+            chunk_size=training.chunk_size,
+            backend=training.backend,
+        )
 
 
 def metrics_of(figures: HeldOutFigures) -> dict[str, float | None]:
@@ -125,6 +157,12 @@ def metrics_of(figures: HeldOutFigures) -> dict[str, float | None]:
         "eval/documents": figures.num_documents,
         "eval/anchors": figures.num_anchors,
     }
+
+
+def _is_whole(line: dict[str, Any]) -> bool:
+    # The file may have been edited: what is compared or shown later must be there.
+    names = ("eval/sequential", "eval/dense", "eval/loss")
+    return all(isinstance(line.get(name), int | float) for name in names)
 
 
 def _step(checkpoint: Path) -> int:
