@@ -1,16 +1,26 @@
 """Checkpoints are written beside training, and finished however training ends."""
 
+import contextlib
 import threading
 
 import pytest
+import torch
+import torch.distributed as dist
 from trainer_cache import documents, fit_config, make_cache
 
 from hscache.errors import DiskFullError, HscacheError
 from trainer import checkpoint
 from trainer.checkpoint import list_checkpoints, load_drafter, read_state
-from trainer.checkpoint_writer import CheckpointWriter
+from trainer.checkpoint_writer import (
+    CheckpointWriter,
+    cancel_moments,
+    gather_moments,
+    write_moments,
+)
 from trainer.fit import fit
-from trainer.training import Training
+from trainer.ranks import Ranks
+from trainer.run_plan import plan_run
+from trainer.training import Training, save_training, start_training
 
 
 def test_a_job_runs_beside_and_is_finished_when_the_context_ends():
@@ -80,3 +90,46 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_an_error_finishes_it
     assert read_state(found).step == 2
     load_drafter(found)
     assert not list(config.run_dir.glob(".tmp-*"))
+
+
+def snapshot_of_nothing():
+    return checkpoint.Snapshot(masters={}, moments={}, outer_momenta={})
+
+
+@pytest.fixture
+def pair():
+    """Two ranks that can leave each other words."""
+    store = dist.HashStore()
+    return [Ranks(rank, 2, store=store, timeout_s=30) for rank in range(2)]
+
+
+def test_no_rank_waits_for_a_checkpoint_that_rank_0_cannot_write(pair, tmp_path):
+    cancel_moments(pair[0], 7, DiskFullError("disk full"))
+    with pytest.raises(HscacheError, match="rank 0 could not write the checkpoint: disk full"):
+        write_moments(tmp_path, snapshot_of_nothing(), pair[1], 7, threading.Event())
+
+
+def test_a_run_folder_that_another_node_cannot_see_is_named(pair, tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+
+    def write():
+        with contextlib.suppress(HscacheError):
+            write_moments(there, snapshot_of_nothing(), pair[1], 7, threading.Event())
+
+    other = threading.Thread(target=write)
+    other.start()
+    with pytest.raises(HscacheError, match=r"cannot be seen from rank 1.*--sync.mode ddp"):
+        gather_moments(here / ".tmp-x", pair[0], 7, threading.Event())
+    other.join()
+    assert not there.exists()
+
+
+def test_rank_0_tells_the_others_when_the_disk_is_full(pair, tmp_path, monkeypatch):
+    folder = make_cache(tmp_path / "cache", documents([30] * 12))
+    run = plan_run(fit_config(folder, tmp_path / "run"))
+    training = start_training(run, torch.device("cpu"), pair[0])
+    monkeypatch.setattr("trainer.training.write_checkpoint", lambda *a, **k: fail())
+    with pytest.raises(DiskFullError), CheckpointWriter() as writer:
+        save_training(run, training, writer)
+    with pytest.raises(HscacheError, match="rank 0 could not write the checkpoint: disk full"):
+        write_moments(tmp_path, snapshot_of_nothing(), pair[1], 0, threading.Event())

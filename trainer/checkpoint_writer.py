@@ -6,6 +6,7 @@ step alone, each adds its moments to the folder that rank 0 opens and publishes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -78,7 +79,7 @@ def gather_moments(
 
     Raises HscacheError when one cannot, or does not within the time-out.
     """
-    ranks.leave_word(f"save-{step}", folder.name)
+    ranks.leave_word(f"save-{step}", json.dumps({"folder": folder.name}))
     checksums = {}
     for rank in range(1, ranks.num_ranks):
         _await_word(ranks, f"saved-{step}", rank, abandoned)
@@ -92,15 +93,33 @@ def gather_moments(
 def write_moments(
     run_dir: Path, snapshot: Snapshot, ranks: Ranks, step: int, abandoned: threading.Event
 ) -> None:
-    """On other ranks: write this rank's moments into the folder that rank 0 has opened."""
+    """On other ranks: write this rank's moments into the folder that rank 0 has opened.
+
+    Raises HscacheError when rank 0 cannot write, or when its folder cannot be seen from here.
+    """
     _await_word(ranks, f"save-{step}", 0, abandoned)
-    folder = run_dir / ranks.read_word(f"save-{step}", 0)
+    opened = json.loads(ranks.read_word(f"save-{step}", 0))
+    if "error" in opened:
+        raise HscacheError(f"rank 0 could not write the checkpoint: {opened['error']}")
+    folder = run_dir / opened["folder"]
     try:
+        if not folder.is_dir():
+            raise HscacheError(
+                f"{folder}, which rank 0 has made, cannot be seen from rank {ranks.rank}. In local "
+                "modes every rank writes its moments there: put run_dir on a file system that all "
+                "nodes share, or use --sync.mode ddp."
+            )
         answer = {"checksum": write_tensors(folder / moments_file(ranks.rank), snapshot.moments)}
     except Exception as error:
         ranks.leave_word(f"saved-{step}", json.dumps({"error": str(error)}))
         raise
     ranks.leave_word(f"saved-{step}", json.dumps(answer))
+
+
+def cancel_moments(ranks: Ranks, step: int, reason: Exception) -> None:
+    """On rank 0, when it cannot write: tell the others, so that none waits for its folder."""
+    with contextlib.suppress(RankLostError):
+        ranks.leave_word(f"save-{step}", json.dumps({"error": str(reason)}))
 
 
 def _await_word(ranks: Ranks, name: str, rank: int, abandoned: threading.Event) -> None:

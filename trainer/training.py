@@ -29,7 +29,12 @@ from trainer.checkpoint import (
     take_snapshot,
     write_checkpoint,
 )
-from trainer.checkpoint_writer import CheckpointWriter, gather_moments, write_moments
+from trainer.checkpoint_writer import (
+    CheckpointWriter,
+    cancel_moments,
+    gather_moments,
+    write_moments,
+)
 from trainer.config import OptimConfig, SyncConfig
 from trainer.drafter import Drafter
 from trainer.frozen import FrozenTarget, initial_norm, load_frozen, target_config
@@ -430,17 +435,22 @@ def save_training(
         if not ranks.is_first:
             write_moments(config.run_dir, snapshot, ranks, state.step, writer.abandoned)
             return
-        write_checkpoint(
-            config.run_dir,
-            training.drafter.config,
-            snapshot,
-            state,
-            target_config=target_config(run.cache),
-            dtype=DTYPES[config.dtype],
-            keep=config.keep_checkpoints,
-            best=best,
-            others=others,
-        )
+        try:
+            write_checkpoint(
+                config.run_dir,
+                training.drafter.config,
+                snapshot,
+                state,
+                target_config=target_config(run.cache),
+                dtype=DTYPES[config.dtype],
+                keep=config.keep_checkpoints,
+                best=best,
+                others=others,
+            )
+        except Exception as error:
+            if not training.together:
+                cancel_moments(ranks, state.step, error)
+            raise
 
     writer.start(write)
     return final
