@@ -204,6 +204,8 @@ CASES = [
     (hscache, f"{REGENERATE} --output afile", 1, ["afile.settings.json", "another output"]),
     (trainer, f"{FIT} --run-dir afile", 1, ["afile: File exists"]),
     (trainer, f"{FIT} --run-dir run", 1, ["checkpoint-", "--resume", "another --run-dir"]),
+    (trainer, f"{FIT} --run-dir cache", 2, ["run_dir cache lies in the cache cache", "outside"]),
+    (trainer, f"{FIT} --run-dir cache/shards", 2, ["cache/shards lies in", "Give a folder"]),
     (trainer, f"{FIT} --resume", 2, ["out/run has no checkpoint"]),
     (trainer, f"{EVAL} --json afile/x.json", 1, ["afile: File exists"]),
     # imports of other programs' caches
