@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from safetensors.torch import load_file
 from trainer_cache import documents, fit_config, make_cache
 
@@ -17,7 +18,8 @@ from hscache.errors import ConfigError
 from hscache.settings import to_dict
 from trainer.checkpoint import list_checkpoints, load_drafter, read_state
 from trainer.config import SyncConfig
-from trainer.ranks import Launch, buckets, launch_of
+from trainer.fit import _plan_alike, fit
+from trainer.ranks import Launch, RankLostError, Ranks, buckets, launch_of
 
 ROOT = Path(__file__).parents[1]
 PLACE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -68,6 +70,34 @@ def test_buckets_keep_the_order_and_the_limit():
 def test_preparing_for_longer_than_the_time_out_is_no_failure(pool):
     waited_s = pool("prepare_slowly", 2)
     assert min(waited_s) > 1.4  # the time-out is 0.5 s
+
+
+def test_a_rank_that_cannot_start_ends_the_others_wait(tmp_path):
+    """Also where no launcher ends them (srun, ranks started by hand)."""
+    cache = make_cache(tmp_path / "cache", documents([30] * 8))
+    store = dist.HashStore()
+    ranks = [Ranks(rank, 2, store=store) for rank in range(2)]
+    with pytest.raises(ConfigError, match="no hidden-state cache"):
+        fit(fit_config(tmp_path / "none", tmp_path / "run"), ranks[1])
+    with pytest.raises(RankLostError, match=r"rank 1 cannot start: .*none is no hidden-state"):
+        fit(fit_config(cache, tmp_path / "run"), ranks[0])
+
+
+def test_ranks_train_on_the_shards_that_rank_0_found(tmp_path):
+    """A producer publishes more between the looks of two ranks."""
+    corpus = documents([30] * 20)
+    few = make_cache(tmp_path / "few", corpus, leave_out=(1, 2))
+    more = make_cache(tmp_path / "more", corpus, leave_out=(2,))
+    store = dist.HashStore()
+    found = [
+        _plan_alike(
+            fit_config(cache, tmp_path / "run", allow_partial=True), Ranks(rank, 2, store=store)
+        )
+        for rank, cache in enumerate((few, more))
+    ]
+    assert found[0].schedule == found[1].schedule
+    assert 1 not in found[1].schedule.shards
+    assert found[0].total_tokens == found[1].total_tokens
 
 
 def start(config, run_dir, *flags):

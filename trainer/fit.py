@@ -17,6 +17,7 @@ import os
 import platform
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -71,18 +72,11 @@ def fit(config: FitConfig, ranks: Ranks | None = None) -> Path:
     loss is no longer finite, RankLostError naming the checkpoint when another rank is gone.
     """
     ranks = ranks or Ranks()
-    device = choose_device(config.device)
-    checkpoint = _starting_point(config)
-    if checkpoint is None:
-        run = plan_run(config)
-        require_room(run, device, ranks.num_ranks)
-        training = start_training(run, device, ranks)
-    else:
-        found = read_state(checkpoint, rank=ranks.rank, num_ranks=ranks.num_ranks)
-        run = plan_run(config, recorded_shards=found.schedule["shards"])
-        require_room(run, device, ranks.num_ranks)
-        training = resume_training(run, device, checkpoint, found, ranks)
-        log.info("resuming %s at step %d", checkpoint, training.step)
+    try:
+        run, training, device, checkpoint = _prepare(config, ranks)
+    except Exception as error:
+        ranks.cannot_start(error)
+        raise
     try:
         ranks.join(device)
         _require_same_start(run, training)
@@ -94,6 +88,38 @@ def fit(config: FitConfig, ranks: Ranks | None = None) -> Path:
         saved = list_checkpoints(config.run_dir)
         advice = f"Continue from {saved[-1]} with --resume." if saved else "No checkpoint is there."
         raise RankLostError(f"{error} {advice}") from error
+
+
+def _prepare(
+    config: FitConfig, ranks: Ranks
+) -> tuple[RunPlan, Training, torch.device, Path | None]:
+    """Return what this rank would start with: the run, where it is, device and checkpoint."""
+    device = choose_device(config.device)
+    checkpoint = _starting_point(config)
+    if checkpoint is None:
+        run = _plan_alike(config, ranks)
+        require_room(run, device, ranks.num_ranks)
+        training = start_training(run, device, ranks)
+    else:
+        found = read_state(checkpoint, rank=ranks.rank, num_ranks=ranks.num_ranks)
+        run = plan_run(config, recorded_shards=found.schedule["shards"])
+        require_room(run, device, ranks.num_ranks)
+        training = resume_training(run, device, checkpoint, found, ranks)
+        log.info("resuming %s at step %d", checkpoint, training.step)
+    return run, training, device, checkpoint
+
+
+def _plan_alike(config: FitConfig, ranks: Ranks) -> RunPlan:
+    """Plan a new run; of a cache that is still growing all ranks take the shards rank 0 found."""
+    if not config.allow_partial:
+        return plan_run(config)
+    if ranks.is_first:
+        run = plan_run(config)
+        ranks.leave_word("shards", json.dumps(run.schedule.shards))
+        return run
+    while not ranks.has_prepared("shards", 0):
+        time.sleep(0.05)
+    return plan_run(config, recorded_shards=json.loads(ranks.read_word("shards", 0)))
 
 
 def _require_same_start(run: RunPlan, training: Training) -> None:

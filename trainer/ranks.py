@@ -101,12 +101,13 @@ class Ranks:
         """Open the process group, once every rank has prepared; however long that takes.
 
         Until then no rank waits in a collective, so a slow start cannot run into the time-out.
+        Raises RankLostError when another rank said that it `cannot_start`.
         """
         if self.alone or self._group is not None:
             return
         self.leave_word("ready")
         said_s = time.monotonic()
-        while missing := [r for r in range(self.num_ranks) if not self.word("ready", r)]:
+        while missing := [r for r in range(self.num_ranks) if not self.has_prepared("ready", r)]:
             time.sleep(0.05)
             if time.monotonic() - said_s > _SAY_S:
                 said_s = time.monotonic()
@@ -124,6 +125,17 @@ class Ranks:
                 timeout=datetime.timedelta(seconds=self.timeout_s),
             )
         self._group = dist.group.WORLD
+
+    def has_prepared(self, name: str, rank: int) -> bool:
+        """Like `word`, before `join`; raises RankLostError when a rank has said `cannot_start`."""
+        if failure := self.called("cannot-start"):
+            raise RankLostError(failure)
+        return self.word(name, rank)
+
+    def cannot_start(self, error: Exception) -> None:
+        """Tell the others, who would wait in `join`, that this rank does not come."""
+        with contextlib.suppress(RankLostError):
+            self.call("cannot-start", f"rank {self.rank} cannot start: {error}")
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return every rank's numbers; exact for integers up to 2**53."""
