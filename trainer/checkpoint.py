@@ -173,7 +173,8 @@ def write_checkpoint(
     """
     copies = max(1, state.moment_ranks)
     moments_bytes = sum(tensor.nbytes for tensor in snapshot.moments.values())
-    require_space(run_dir, snapshot.size_bytes + (copies - 1) * moments_bytes)
+    served_bytes = sum(tensor.numel() for tensor in snapshot.masters.values()) * dtype.itemsize
+    require_space(run_dir, served_bytes + snapshot.size_bytes + (copies - 1) * moments_bytes)
     training = {f"master.{name}": value for name, value in snapshot.masters.items()}
     training |= {f"outer.momentum.{name}": v for name, v in snapshot.outer_momenta.items()}
     training["rng"] = torch.get_rng_state()
