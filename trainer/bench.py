@@ -35,6 +35,7 @@ from trainer.config import BenchConfig, DrafterConfig
 from trainer.flops import RowFlops, row_flops
 from trainer.row_loss import row_loss
 from trainer.run_plan import RunPlan, plan_run
+from trainer.schedule import Position
 from trainer.training import Training, start_training
 
 log = logging.getLogger(__name__)
@@ -242,8 +243,6 @@ def _rows(run: RunPlan, device: torch.device) -> Iterator[Batch]:
 
 
 def _loader(run: RunPlan, device: torch.device) -> Loader:
-    from trainer.schedule import Position
-
     return Loader(
         run.cache,
         run.schedule,
@@ -262,7 +261,7 @@ def _groups(loader: Loader, size: int) -> Iterator[list[Batch]]:
         yield group
 
 
-def _forward_backward(training: Training, batch: Batch) -> None:
+def _loss(training: Training, batch: Batch) -> torch.Tensor:
     loss_sum, _ = row_loss(
         training.drafter,
         training.frozen,
@@ -271,20 +270,17 @@ def _forward_backward(training: Training, batch: Batch) -> None:
         backend=training.backend,
         weighting=training.weighting,
     )
-    loss_sum.backward()
+    return loss_sum
+
+
+def _forward_backward(training: Training, batch: Batch) -> None:
+    _loss(training, batch).backward()
 
 
 def _timed_row(training: Training, batch: Batch, clock: Clock) -> tuple[float, float]:
     # Seconds of forward, and of forward and backward.
     start = clock.mark()
-    loss_sum, _ = row_loss(
-        training.drafter,
-        training.frozen,
-        batch,
-        chunk_size=training.chunk_size,
-        backend=training.backend,
-        weighting=training.weighting,
-    )
+    loss_sum = _loss(training, batch)
     middle = clock.mark()
     loss_sum.backward()
     end = clock.mark()
