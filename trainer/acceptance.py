@@ -3,7 +3,7 @@
 Takes the number of leading draft tokens that match the recorded ids at every possible anchor, walks
 each answer as speculative decoding would, and hands on counts that add up over documents and ranks.
 
-Axes: T tokens of one document, A anchors, S proposed slots (block_size - 1).
+Axes: T tokens of one document.
 """
 
 from __future__ import annotations
@@ -90,22 +90,6 @@ def walk_span(num_matches_T: npt.ArrayLike, start: int, end: int) -> SpanCount:
         anchor += min(int(matches_T[anchor]) + 1, last - anchor)
         steps += 1
     return SpanCount(committed=anchor - start, steps=steps)
-
-
-def leading_matches(
-    proposed_AS: npt.ArrayLike, ids_T: npt.ArrayLike, anchors_A: npt.ArrayLike
-) -> npt.NDArray[np.int64]:
-    """Count for each anchor how many leading proposals equal the recorded ids; int64 [A].
-
-    `proposed_AS[i, j]` is the draft for position `anchors_A[i] + 1 + j`. Positions past the end of
-    the document never match.
-    """
-    proposed, ids = np.asarray(proposed_AS), np.asarray(ids_T)
-    positions_AS = np.asarray(anchors_A)[:, None] + 1 + np.arange(proposed.shape[1])
-    inside_AS = positions_AS < len(ids)
-    recorded_AS = ids[np.minimum(positions_AS, len(ids) - 1)]
-    equal_AS = inside_AS & (proposed == recorded_AS)
-    return np.cumprod(equal_AS, axis=1, dtype=np.int64).sum(axis=1)
 
 
 def document_acceptance(num_matches_T: npt.ArrayLike, loss_mask_T: npt.ArrayLike) -> Acceptance:
