@@ -169,15 +169,24 @@ def test_state_at_the_anchor_changes_nothing_and_the_one_before_does(run, traini
         assert anchor - start >= 3
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gradients_and_masters_are_fp32(run, training, monkeypatch, dtype):
-    training.frozen = training.frozen.to(torch.device("cpu"), getattr(torch, dtype))
-    batch = batch_of(run, [1])
-    batch = type(batch)(
-        **{**vars(batch), "features_SF": batch.features_SF.to(getattr(torch, dtype))}
-    )
-    found = gradients(training, [batch, batch], monkeypatch)
-    assert {g.dtype for g in found.values()} == {torch.float32}
+def test_masters_get_the_gradients_of_bf16_rows_in_fp32(run):
+    """The whole drafter, over micro-batches, with its matrices in bf16."""
+    sums = {}
+    for dtype in ("float32", "bfloat16"):
+        config = dataclasses.replace(run.config, dtype=dtype)
+        training = start_training(dataclasses.replace(run, config=config), torch.device("cpu"))
+        rows = [batch_of(run, [row]) for row in (1, 3, 1)]
+        for batch in rows:
+            wanted = batch.features_SF.to(getattr(torch, dtype))
+            training._accumulate([type(batch)(**{**vars(batch), "features_SF": wanted})])
+        assert all(p.grad is None for p in training.drafter.parameters() if p.ndim > 1) == (
+            dtype == "bfloat16"
+        )
+        sums[dtype] = {name: master.grad for name, master in training.masters.by_name.items()}
+    for name, expected in sums["float32"].items():
+        found = sums["bfloat16"][name]
+        assert found.dtype == torch.float32
+        assert (found - expected).norm() < 0.1 * expected.norm(), name
 
 
 def test_rate_follows_the_tokens(run, training):
