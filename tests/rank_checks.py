@@ -66,10 +66,11 @@ def exact_training(run, ranks, **sync) -> Training:
 END = StepEnd(position=Position(rows=1), num_tokens=100, num_anchors=10)
 
 
-def one_step(ranks, cache, rows, supervised=True, **sync):
+def one_step(ranks, cache, rows, supervised=True, variant=None, **sync):
     """One step on `rows[rank]` (a list of rows of documents); gradients, weights, loss, counts."""
     run = plan_run(fit_config(cache, cache / "run", optim={"clip": 1e9, "warmup_fraction": 0.0}))
     training = exact_training(run, ranks, **sync)
+    training.weighting = "dpace" if variant == "dpace" else "decay"
     gradients = {}
 
     step = training._step_optimizers
@@ -80,6 +81,11 @@ def one_step(ranks, cache, rows, supervised=True, **sync):
 
     training._step_optimizers = keep_and_step
     batches = [batch_of(run, documents, supervised=supervised) for documents in rows[ranks.rank]]
+    if variant == "soft":  # the first captured layer stands for the last block's output
+        batches = [
+            dataclasses.replace(b, last_hidden_SH=b.features_SF[:, : run.drafter.hidden_size])
+            for b in batches
+        ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the norms compute in fp32 all the same
         training.update(batches, END)

@@ -51,6 +51,20 @@ def test_ddp_gives_the_gradient_loss_and_norm_of_one_rank(pool, cache, alone, ro
         assert found["tokens"] == 100
 
 
+@pytest.mark.parametrize("variant", ["dpace", "soft"])
+def test_other_losses_are_summed_over_ranks_alike(pool, cache, alone, variant):
+    """However documents are cut into rows and ranks; and it is another loss than the plain one."""
+    import rank_checks
+
+    expected = rank_checks.one_step(Ranks(), cache, [ROWS], mode="ddp", variant=variant)
+    assert expected["loss"] != pytest.approx(alone["loss"], rel=1e-3)
+    for mode in ("ddp", "average"):
+        rows = [[[3], [1]], [[0, 2]]]
+        for found in pool("one_step", 2, cache=cache, rows=rows, mode=mode, variant=variant):
+            assert_close(found, expected, "weights")
+            assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
 @pytest.mark.parametrize("rows", [[[[0], [1]], [[2], [3]]], [[[3]], [[0, 1]], [[2]]]])
 def test_average_with_sgd_at_every_step_is_the_weighted_mean_of_the_updates(
     pool, cache, alone, rows
