@@ -197,6 +197,13 @@ def test_other_settings_are_refused_with_a_diff(cache, straight, changes, named)
     assert now == kept
 
 
+def test_rows_that_were_dealt_in_another_way_are_refused(cache, straight, monkeypatch):
+    """A checkpoint counts rows; under another packing the rest would not be the rest."""
+    monkeypatch.setattr("trainer.training.PACKING", "in the order given")
+    with pytest.raises(CacheMismatchError, match=r"schedule.packing: .* 'largest first'"):
+        fit(config_of(cache, straight["adamw"], resume=True))
+
+
 def test_free_settings_may_change(cache, straight, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(straight["adamw"], run_dir)

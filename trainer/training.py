@@ -43,6 +43,7 @@ from trainer.metrics import StepFigures, Window
 from trainer.optim import learning_rate, make_optimizers, scale_gradients
 from trainer.ranks import Ranks
 from trainer.row_loss import Weighting, row_loss
+from trainer.rows import PACKING
 from trainer.run_plan import RunPlan
 from trainer.schedule import Position, joint_position
 from trainer.sync import OuterStep, checksum, make_outer, synchronise
@@ -402,6 +403,7 @@ def training_state(run: RunPlan, training: Training) -> TrainerState:
             "passes": run.schedule.passes,
             "stride": run.schedule.stride,
             "anchor_rate": run.rule.rate,
+            "packing": PACKING,
         },
         settings=settings,
     )
