@@ -184,6 +184,15 @@ def test_full_disk_leaves_the_checkpoint_before(saved, tmp_path):
             load_drafter(path)
 
 
+def test_room_is_asked_for_all_that_is_written(saved, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("trainer.checkpoint.require_space", lambda _, size: asked.append(size))
+    saved(tmp_path, 1)
+    files = (tmp_path / "checkpoint-1").glob("*.safetensors")
+    tensors = [t for f in files for name, t in load_file(f).items() if name != "rng"]
+    assert asked == [sum(tensor.nbytes for tensor in tensors)]
+
+
 @pytest.mark.parametrize(
     ("mode", "num_ranks", "expected_gb"),
     [
