@@ -115,8 +115,8 @@ class Loader:
         self._share, self._ahead = share or Share(), frozenset(start.ahead)
         self._device, self._dtype, self._threads = device, dtype, threads
         self._queue: queue.Queue[
-            tuple[Batch | StepEnd, torch.cuda.Event | None] | BaseException | None
-        ] = queue.Queue(maxsize=2 * _READY)  # every second one may be the end of a step
+            tuple[Batch | None, StepEnd | None, torch.cuda.Event | None] | BaseException | None
+        ] = queue.Queue(maxsize=_READY)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, name="loader", daemon=True)
         self.wait_s = 0.0
@@ -160,42 +160,42 @@ class Loader:
                 return
             if isinstance(item, BaseException):
                 raise item
-            part, copied = item
-            if isinstance(part, StepEnd):
-                yield rows, part
+            row, end, copied = item
+            if row is not None:
+                if copied is not None:
+                    _use_on_current_stream(row, copied)
+                rows.append(row)
+            if end is not None:
+                yield rows, end
                 rows = []
-                continue
-            if copied is not None:
-                _use_on_current_stream(part, copied)
-            rows.append(part)
 
     def _work(self) -> None:
         try:
             stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
             with ThreadPoolExecutor(self._threads) as pool, torch.cuda.stream(stream):
-                for part in self._parts(pool):
+                for row, end in self._parts(pool):
                     if self._stopped.is_set():
                         return
-                    self._queue.put((part, stream.record_event() if stream else None))
+                    self._queue.put((row, end, stream.record_event() if stream else None))
             self._queue.put(None)
         except BaseException as error:
             self._queue.put(error)
 
-    def _parts(self, pool: ThreadPoolExecutor) -> Iterator[Batch | StepEnd]:
+    def _parts(self, pool: ThreadPoolExecutor) -> Iterator[tuple[Batch | None, StepEnd | None]]:
+        """Yield this rank's rows, each with the end of its step if that follows, and lone ends."""
         coming: deque[_Decoding | StepEnd] = deque()
-        num_decoding = 0
         for part in self._own_rows():
             if isinstance(part, StepEnd):
                 coming.append(part)
             else:
                 coming.append(self._start_decoding(*part, pool))
-                num_decoding += 1
-            while num_decoding > _DECODING or (coming and isinstance(coming[0], StepEnd)):
-                first = coming.popleft()
-                num_decoding -= isinstance(first, _Decoding)
-                yield self._finish(first)
+            while coming and (
+                isinstance(coming[0], StepEnd)
+                or sum(isinstance(one, _Decoding) for one in coming) > _DECODING
+            ):
+                yield self._take(coming)
         while coming:
-            yield self._finish(coming.popleft())
+            yield self._take(coming)
 
     def _own_rows(self) -> Iterator[tuple[RowPlan, Position] | StepEnd]:
         """Yield this rank's rows, and the end of every step that has rows of any rank."""
@@ -273,9 +273,17 @@ class Loader:
         ]
         return _Decoding(row=row, planes=planes, pieces=pieces, position=position)
 
-    def _finish(self, decoding: _Decoding | StepEnd) -> Batch | StepEnd:
-        if isinstance(decoding, StepEnd):
-            return decoding
+    def _take(self, coming: deque[_Decoding | StepEnd]) -> tuple[Batch | None, StepEnd | None]:
+        first = coming.popleft()
+        if isinstance(first, StepEnd):
+            return None, first
+        # An end follows its last row at once, so it is here already if there is one.
+        end = coming[0] if coming and isinstance(coming[0], StepEnd) else None
+        if end is not None:
+            coming.popleft()
+        return self._finish(first), end
+
+    def _finish(self, decoding: _Decoding) -> Batch:
         for piece in decoding.pieces:
             piece.result()
         features_SF = merge_planes(decoding.planes, self._device).to(self._dtype)

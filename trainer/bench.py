@@ -14,12 +14,9 @@ import json
 import logging
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,9 +28,9 @@ from hscache.progress import configure_logging
 from hscache.report import format_table
 from hscache.settings import to_dict
 from trainer.batches import Batch, Loader
+from trainer.clock import Clock, gpu_monitor
 from trainer.config import BenchConfig, DrafterConfig
 from trainer.flops import RowFlops, row_flops
-from trainer.row_loss import row_loss
 from trainer.run_plan import RunPlan, plan_run
 from trainer.schedule import Position
 from trainer.training import Training, start_training
@@ -261,26 +258,15 @@ def _groups(loader: Loader, size: int) -> Iterator[list[Batch]]:
         yield group
 
 
-def _loss(training: Training, batch: Batch) -> torch.Tensor:
-    loss_sum, _ = row_loss(
-        training.drafter,
-        training.frozen,
-        batch,
-        chunk_size=training.chunk_size,
-        backend=training.backend,
-        weighting=training.weighting,
-    )
-    return loss_sum
-
-
 def _forward_backward(training: Training, batch: Batch) -> None:
-    _loss(training, batch).backward()
+    loss_sum, _ = training.row_loss(batch)
+    loss_sum.backward()
 
 
 def _timed_row(training: Training, batch: Batch, clock: Clock) -> tuple[float, float]:
     # Seconds of forward, and of forward and backward.
     start = clock.mark()
-    loss_sum = _loss(training, batch)
+    loss_sum, _ = training.row_loss(batch)
     middle = clock.mark()
     loss_sum.backward()
     end = clock.mark()
@@ -296,80 +282,6 @@ def _optimizer_seconds(training: Training, batch: Batch, clock: Clock) -> float:
 def _clear(training: Training) -> None:
     for parameter in training.masters.parameters:
         parameter.grad = None
-
-
-class Clock:
-    """Seconds on a device: CUDA events where there are any, else the host's clock."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._device = device
-
-    def mark(self) -> Any:
-        """Return a point in time of the device's stream."""
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, start: Any, end: Any) -> float:
-        """Wait for `end` and return the seconds since `start`."""
-        if not self._cuda:
-            return end - start
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
-
-    def seconds(self, work: Callable[[], object]) -> float:
-        """Return the seconds that some work takes."""
-        start = self.mark()
-        work()
-        return self.between(start, self.mark())
-
-    def finish(self) -> None:
-        """Wait for everything that was asked for."""
-        if self._cuda:
-            torch.cuda.synchronize(self._device)
-
-    def reset_peak(self) -> None:
-        """Forget the memory peak so far."""
-        if self._cuda:
-            torch.cuda.reset_peak_memory_stats(self._device)
-
-    def peak_bytes(self) -> int | None:
-        """Return the most memory that tensors have taken, None on a CPU."""
-        return torch.cuda.max_memory_allocated(self._device) if self._cuda else None
-
-
-@contextmanager
-def gpu_monitor(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Sample power, clock and the reason for slowing down; fills the dict at the end."""
-    found: dict[str, Any] = {"power_w": None, "clock_mhz": None, "power_capped_share": None}
-    if device.type != "cuda":
-        yield found
-        return
-    query = "power.draw,clocks.sm,clocks_event_reasons.sw_power_cap"
-    with tempfile.TemporaryFile("w+") as samples:
-        command = [
-            "nvidia-smi", f"--id={device.index or 0}", f"--query-gpu={query}",
-            "--format=csv,noheader,nounits", "--loop-ms=200",
-        ]  # fmt: skip
-        try:
-            process = subprocess.Popen(command, stdout=samples, stderr=subprocess.DEVNULL)
-        except FileNotFoundError:
-            yield found
-            return
-        try:
-            yield found
-        finally:
-            process.terminate()
-            process.wait()
-            samples.seek(0)
-            rows = [line.strip().split(", ") for line in samples if line.count(", ") == 2]
-    if rows:
-        found["power_w"] = statistics.median(float(row[0]) for row in rows)
-        found["clock_mhz"] = statistics.median(float(row[1]) for row in rows)
-        found["power_capped_share"] = statistics.mean(row[2] == "Active" for row in rows)
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
@@ -397,7 +309,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
         "hscache": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "command": sys.argv,
+        "command": ["trainer", *sys.argv[1:]],
     }
 
 

@@ -173,20 +173,24 @@ class Training:
         if update is not None:
             self.work.sums.append(update)
 
+    def row_loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (weighted loss sum, number of right predictions) of a row, as this run counts."""
+        return row_loss(
+            self.drafter,
+            self.frozen,
+            batch,
+            chunk_size=self.chunk_size,
+            backend=self.backend,
+            weighting=self.weighting,
+        )
+
     def _accumulate(self, rows: list[Batch]) -> torch.Tensor:
         """Add the gradients of the rows; return [loss sum, right predictions], fp64."""
         losses, corrects = [], []
         for batch in rows:
             if batch.weight_sum == 0:
                 continue
-            loss_sum, correct = row_loss(
-                self.drafter,
-                self.frozen,
-                batch,
-                chunk_size=self.chunk_size,
-                backend=self.backend,
-                weighting=self.weighting,
-            )
+            loss_sum, correct = self.row_loss(batch)
             loss_sum.backward()
             losses.append(loss_sum.detach())
             corrects.append(correct)
