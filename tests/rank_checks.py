@@ -73,13 +73,14 @@ def one_step(ranks, cache, rows, supervised=True, variant=None, **sync):
     training.weighting = "dpace" if variant == "dpace" else "decay"
     gradients = {}
 
-    step = training._step_optimizers
+    (optimizer,) = training.optimizers
+    step = optimizer.step
 
     def keep_and_step():
         gradients.update((n, p.grad.numpy().copy()) for n, p in training.masters.by_name.items())
         step()
 
-    training._step_optimizers = keep_and_step
+    optimizer.step = keep_and_step
     batches = [batch_of(run, documents, supervised=supervised) for documents in rows[ranks.rank]]
     if variant == "soft":  # the first captured layer stands for the last block's output
         batches = [

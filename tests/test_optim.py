@@ -8,7 +8,7 @@ from torch import nn
 
 from hscache.errors import ConfigError
 from trainer.config import OptimConfig
-from trainer.optim import learning_rate, make_optimizers, scale_gradients
+from trainer.optim import learning_rate, make_optimizers, step_optimizers
 
 
 def rates(**kwargs):
@@ -117,18 +117,25 @@ def test_norms_are_stepped_by_adamw_under_muon():
 def test_gradients_are_scaled_and_then_clipped_by_their_joint_norm():
     a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     a.grad, b.grad = torch.tensor([6.0]), torch.tensor([8.0])
-    assert scale_gradients([a, b], 0.5, 10.0).item() == pytest.approx(5.0)
-    assert (a.grad.item(), b.grad.item()) == (3.0, 4.0)
-    assert scale_gradients([a, b], 1.0, 1.0).item() == pytest.approx(5.0)
-    assert a.grad.item() == pytest.approx(0.6, rel=1e-5)
-    assert b.grad.item() == pytest.approx(0.8, rel=1e-5)
+    optimizers = [torch.optim.SGD([p], lr=9.0) for p in (a, b)]
+    norm = step_optimizers(optimizers, scale=0.5, max_norm=10.0, rate=1.0)
+    assert norm.item() == pytest.approx(5.0)
+    assert (a.item(), b.item()) == (-3.0, -4.0)
+    assert a.grad is None
+    assert b.grad is None
+    a.grad, b.grad = torch.tensor([6.0]), torch.tensor([8.0])
+    norm = step_optimizers(optimizers, scale=0.5, max_norm=1.0, rate=1.0)
+    assert norm.item() == pytest.approx(5.0)
+    assert a.item() == pytest.approx(-3.6, rel=1e-5)
+    assert b.item() == pytest.approx(-4.8, rel=1e-5)
 
 
 @pytest.mark.parametrize("norm", [float("nan"), float("inf")])
 def test_clipping_a_gradient_that_is_not_finite_returns_it_for_the_caller_to_see(norm):
     weight = nn.Parameter(torch.zeros(2))
     weight.grad = torch.tensor([1.0, norm])
-    assert not scale_gradients([weight], 1.0, 1.0).isfinite()
+    optimizers = [torch.optim.SGD([weight], lr=1.0)]
+    assert not step_optimizers(optimizers, scale=1.0, max_norm=1.0, rate=1.0).isfinite()
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ class Masters:
 
     def __init__(self, drafter: nn.Module, dtype: torch.dtype) -> None:
         self.by_name: dict[str, nn.Parameter] = {}
-        self._lowered: list[torch.Tensor] = []
-        self._masters: list[torch.Tensor] = []
+        self.lowered: dict[nn.Parameter, torch.Tensor] = {}
+        """the drafter's own copy of each master that is not its own"""
         for name, parameter in drafter.named_parameters():
             if parameter.ndim < 2 or parameter.dtype == dtype:
                 self.by_name[name] = parameter
@@ -30,8 +30,7 @@ class Masters:
             parameter.register_post_accumulate_grad_hook(_move_gradient_to(master))
             parameter.master = master  # type: ignore[attr-defined]  # for `trainer.products`
             self.by_name[name] = master
-            self._lowered.append(parameter)
-            self._masters.append(master)
+            self.lowered[master] = parameter
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -41,8 +40,8 @@ class Masters:
     @torch.no_grad()
     def round_into_drafter(self) -> None:
         """Give the drafter the masters' values, after they have changed."""
-        if self._masters:
-            torch._foreach_copy_(self._lowered, self._masters)
+        if self.lowered:
+            torch._foreach_copy_(list(self.lowered.values()), list(self.lowered))
 
     @torch.no_grad()
     def load(self, values: dict[str, torch.Tensor]) -> None:

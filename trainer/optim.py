@@ -7,13 +7,14 @@ schedule is a pure function of the step, so a resumed run needs no scheduler sta
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from trainer.config import OptimConfig
+from trainer.lowering_adamw import LoweringAdamW
 
 
 def learning_rate(
@@ -45,9 +46,13 @@ def learning_rate(
 
 
 def make_optimizers(
-    params: Iterable[nn.Parameter], config: OptimConfig
+    params: Iterable[nn.Parameter],
+    config: OptimConfig,
+    lowered: Mapping[nn.Parameter, torch.Tensor] | None = None,
 ) -> list[torch.optim.Optimizer]:
     """Make the optimizers over fp32 masters; weight decay on matrices only, not on norms.
+
+    On a GPU, AdamW steps the matrices that have `lowered` weights together with these.
 
     `adamw`: one fused AdamW. `muon`: torch's Muon for the matrices (Jordan et al. 2024), its step
     scaled to AdamW's root mean square (Moonlight, arXiv 2502.16982) so that one learning rate
@@ -63,6 +68,11 @@ def make_optimizers(
 
     without_decay = {"params": vectors, "weight_decay": none}
     if config.name == "adamw":
+        if lowered and all(matrix.is_cuda and matrix in lowered for matrix in matrices):
+            own = LoweringAdamW(
+                matrices, lowered, lr=config.lr, betas=config.betas, weight_decay=decay
+            )
+            return [own, adamw([without_decay])] if vectors else [own]
         groups = [{"params": matrices, "weight_decay": decay}, without_decay]
         return [adamw([group for group in groups if group["params"]])]
     muon = torch.optim.Muon(
@@ -72,14 +82,25 @@ def make_optimizers(
 
 
 @torch.no_grad()
-def scale_gradients(params: list[nn.Parameter], scale: float, max_norm: float) -> torch.Tensor:
-    """Multiply gradients by `scale`, and further down to a joint L2 norm of at most `max_norm`.
+def step_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], *, scale: float, max_norm: float, rate: float
+) -> torch.Tensor:
+    """Step with gradients times `scale`, and further down to a joint L2 norm of `max_norm`.
 
     Returns the norm after `scale` and before clipping; it stays on the device (no synchronisation).
-    One pass over the gradients for the norm and one for the product. A NaN or infinite norm makes
-    the gradients NaN: the caller must look at it before it keeps the result.
+    A NaN or infinite norm makes the weights NaN: the caller must look at it before it keeps them.
     """
-    gradients = [p.grad for p in params if p.grad is not None]
+    owned = [[p for group in o.param_groups for p in group["params"]] for o in optimizers]
+    gradients = [p.grad for params in owned for p in params if p.grad is not None]
     norm = nn.utils.get_total_norm(gradients) * scale
-    torch._foreach_mul_(gradients, scale * (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    factor = scale * (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for optimizer, params in zip(optimizers, owned, strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        if isinstance(optimizer, LoweringAdamW):
+            optimizer.factor = factor
+        elif stepped := [p.grad for p in params if p.grad is not None]:
+            torch._foreach_mul_(stepped, factor)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     return norm

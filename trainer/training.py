@@ -38,9 +38,10 @@ from trainer.checkpoint_writer import (
 from trainer.config import OptimConfig, SyncConfig
 from trainer.drafter import Drafter
 from trainer.frozen import FrozenTarget, initial_norm, load_frozen, target_config
+from trainer.lowering_adamw import LoweringAdamW
 from trainer.masters import Masters
 from trainer.metrics import StepFigures, Window
-from trainer.optim import learning_rate, make_optimizers, scale_gradients
+from trainer.optim import learning_rate, make_optimizers, step_optimizers
 from trainer.ranks import Ranks
 from trainer.row_loss import Weighting, row_loss
 from trainer.rows import PACKING
@@ -100,7 +101,7 @@ class Training:
     """the step of the last line of metrics"""
 
     def __post_init__(self) -> None:
-        self.optimizers = make_optimizers(self.masters.parameters, self.optim)
+        self.optimizers = make_optimizers(self.masters.parameters, self.optim, self.masters.lowered)
         self.outer = None if self.together else make_outer(self.masters.parameters, self.sync)
         self.begin()
 
@@ -216,18 +217,12 @@ class Training:
 
     def apply_gradients(self, weight_sum: float) -> torch.Tensor:
         """Divide the gradients, clip them and step; return their norm before clipping."""
-        norm = scale_gradients(self.masters.parameters, 1 / weight_sum, self.optim.clip)
-        self._step_optimizers()
+        norm = step_optimizers(
+            self.optimizers, scale=1 / weight_sum, max_norm=self.optim.clip, rate=self.rate
+        )
+        if not isinstance(self.optimizers[0], LoweringAdamW):
+            self.masters.round_into_drafter()
         return norm
-
-    def _step_optimizers(self) -> None:
-        rate = self.rate
-        for optimizer in self.optimizers:
-            for parameters in optimizer.param_groups:
-                parameters["lr"] = rate
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        self.masters.round_into_drafter()
 
     def meet(self, *flags: int) -> list[list[int]]:
         """Let ranks that stepped alone become one again; return every rank's flags.
