@@ -33,6 +33,7 @@ from trainer.config import BenchConfig, DrafterConfig
 from trainer.flops import RowFlops, row_flops
 from trainer.run_plan import RunPlan, plan_run
 from trainer.schedule import Position
+from trainer.states import StatePlanes, merge_last_hidden, merge_planes
 from trainer.training import Training, start_training
 
 log = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ def measure(run: RunPlan, device: torch.device) -> dict[str, Any]:
         group = list(itertools.islice(rows, config.global_batch_rows))
         steps.append(clock.seconds(lambda group=group: training.update(group)))  # type: ignore[misc]
     optimizer = [_optimizer_seconds(training, batches[0], clock) for _ in range(config.repeats)]
+    copy = _copy_seconds(run, device, clock)
     log.info("steps from shards")
     streamed = _from_shards(run, training, device)
     step_flop = row_flop * config.global_batch_rows
@@ -120,6 +122,7 @@ def measure(run: RunPlan, device: torch.device) -> dict[str, Any]:
         },
         "compile_s": compile_s,
         "gemm": ceiling,
+        "copy_s": spread(copy),
         "forward_s": spread(forward),
         "backward_s": spread(backward),
         "forward_backward": {**_rate(both, row_flop, ceiling), "share_by_turn": shares},
@@ -279,6 +282,26 @@ def _optimizer_seconds(training: Training, batch: Batch, clock: Clock) -> float:
     return clock.seconds(lambda: training.apply_gradients(batch.weight_sum))
 
 
+def _copy_seconds(run: RunPlan, device: torch.device, clock: Clock) -> list[float]:
+    # A row's states from pinned memory to the device, merged there; training does it on a stream of
+    # its own, beside the row before.
+    config = run.config
+    assert isinstance(config, BenchConfig)
+    shard = run.cache.shard(run.schedule.shards[0])
+    planes = StatePlanes.empty(
+        shard, config.row_tokens, device, last_hidden=config.loss.labels == "soft"
+    )
+    planes.clear_from(0)
+
+    def copy() -> None:
+        merge_planes(planes, device)
+        if config.loss.labels == "soft":
+            merge_last_hidden(planes, device)
+
+    copy()
+    return [clock.seconds(copy) for _ in range(config.repeats)]
+
+
 def _clear(training: Training) -> None:
     for parameter in training.masters.parameters:
         parameter.grad = None
@@ -330,6 +353,7 @@ def format_figures(figures: dict[str, Any]) -> str:
          f"{row['flop']['total'] / 1e12:,.2f} TFLOP"],
         ["products alone", f"{tera(gemm['sustained_flop_per_s'])} sustained over "
          f"{gemm['seconds']:g} s, {tera(gemm['burst_flop_per_s'])} at first"],
+        ["copy and merge", f"{milli(figures['copy_s'])} a row, beside the row before"],
         ["forward", milli(figures["forward_s"])],
         ["backward", milli(figures["backward_s"])],
         ["both", f"{milli(both['seconds'])}, {tera(both['flop_per_s'])}, "

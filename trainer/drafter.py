@@ -187,7 +187,9 @@ class DrafterLayer(nn.Module):
             hidden, residual, self.post_attention_layernorm
         )
         gate, up = product(normed, mlp.gate_proj.weight), product(normed, mlp.up_proj.weight)
-        residual = product(_run(swiglu, compiled)(gate, up), mlp.down_proj.weight)
+        # flat: one graph serves any number of slots
+        gated = _run(swiglu, compiled)(gate.flatten(), up.flatten()).view_as(gate)
+        residual = product(gated, mlp.down_proj.weight)
         return _run(add_and_norm, compiled)(hidden, residual, next_norm)
 
 
@@ -304,7 +306,7 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 # What lies between the products is compiled, and the products are not: so they can sum gradients
 # where autograd cannot see it, and all layers share a few pieces of compiled code.
 _COMPILED: dict[Callable[..., Any], Callable[..., Any]] = {
-    function: torch.compile(function, fullgraph=True, dynamic=False)
+    function: torch.compile(function, fullgraph=True, dynamic=function is swiglu)
     for function in (attend, add_and_norm, swiglu, _split_context_kv)
 }
 
