@@ -38,25 +38,32 @@ class LoweringAdamW(torch.optim.AdamW):
         assert closure is None
         assert self.factor is not None, "set before each step"
         for group in self.param_groups:
-            for master in group["params"]:
-                if master.grad is None:
-                    continue
-                state = self.state[master]
-                if not state:
-                    state["step"] = torch.zeros((), device=master.device)
-                    state["exp_avg"] = torch.zeros_like(master)
-                    state["exp_avg_sq"] = torch.zeros_like(master)
-                state["step"] += 1
-                beta1, beta2 = group["betas"]
-                # Numbers that change go in as tensors: a compiler would bake in plain ones.
-                factors = torch.stack(
-                    [
-                        self.factor,
-                        torch.full_like(self.factor, group["lr"]),
-                        1 - beta1 ** state["step"],
-                        (1 - beta2 ** state["step"]).sqrt(),
-                    ]
-                )
+            masters = [master for master in group["params"] if master.grad is not None]
+            for master in masters:
+                if not self.state[master]:
+                    self.state[master] = {
+                        "step": torch.zeros((), device=master.device),
+                        "exp_avg": torch.zeros_like(master),
+                        "exp_avg_sq": torch.zeros_like(master),
+                    }
+            if not masters:
+                continue
+            states = [self.state[master] for master in masters]
+            torch._foreach_add_([state["step"] for state in states], 1)
+            steps_N = torch.stack([state["step"] for state in states])
+            beta1, beta2 = group["betas"]
+            # Numbers that change go in as tensors: a compiler would bake in plain ones.
+            factors_N4 = torch.stack(
+                [
+                    self.factor.expand_as(steps_N),
+                    torch.full_like(steps_N, group["lr"]),
+                    1 - beta1**steps_N,
+                    (1 - beta2**steps_N).sqrt(),
+                ],
+                dim=1,
+            )
+            for master, state, factors in zip(masters, states, factors_N4.unbind(), strict=True):
+                assert master.grad is not None
                 self._update(
                     master.detach().view(-1),
                     state["exp_avg"].view(-1),
