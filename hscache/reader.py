@@ -216,13 +216,6 @@ class Shard:
             return bits_TLH
         return np.concatenate([bits_TLH, self.last_hidden_bits(document)[:, None]], axis=1)
 
-    def array_shapes(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
-        """Return dtype and shape of one token's row in each stored array of the states.
-
-        Those of the last block's output, if the cache has it, start with `layout.LAST_HIDDEN`.
-        """
-        return {name: (np.dtype(a.dtype), a.row_shape) for name, a in self._layouts.items()}
-
     def read_arrays(self, document: int, out: dict[str, np.ndarray]) -> None:
         """Fill the arrays of `out` with a document's, one row a token, without merging planes.
 

@@ -14,13 +14,14 @@ from hscache.errors import ShardCorruptError
 from trainer import loop
 from trainer import ranks as ranks_module
 from trainer.attention import training_backend
-from trainer.batches import Loader, StepEnd, to_batch
+from trainer.batches import to_batch
 from trainer.checkpoint import read_state
 from trainer.config import SyncConfig
 from trainer.drafter import Drafter
 from trainer.fit import fit
 from trainer.frozen import load_frozen
 from trainer.masters import Masters
+from trainer.row_reader import RowReader, StepEnd
 from trainer.rows import RowDocument, build_row, decayed_weights
 from trainer.run_plan import plan_run
 from trainer.schedule import Position
@@ -158,7 +159,7 @@ def train(ranks, stop=None, late=None, config=None, **changes):
     second row takes 2 seconds.
     """
     ledger, warnings = [], []
-    update, batch = Training.update, Loader._start_decoding
+    update, batch = Training.update, RowReader._start_decoding
 
     def recorded(self, rows, end=None):
         ledger.append([d for row in rows for d in row.document_ids])
@@ -168,18 +169,18 @@ def train(ranks, stop=None, late=None, config=None, **changes):
     def stop_after(repeats_s):
         yield lambda: signal.SIGTERM if stop == (ranks.rank, len(ledger)) else None
 
-    def slow(self, plan, position, pool):
+    def slow(self, plan, position, *where):
         if late == ranks.rank and position.rows > 3 and not hasattr(self, "was_late"):
             self.was_late = True
             time.sleep(2)
-        return batch(self, plan, position, pool)
+        return batch(self, plan, position, *where)
 
     error = None
     with contextlib.ExitStack() as stack:
         stack.enter_context(patched(Training, "update", recorded))
         said = lambda text, *values: warnings.append(text % values)  # noqa: E731
         stack.enter_context(patched(loop.log, "warning", said))
-        stack.enter_context(patched(Loader, "_start_decoding", slow))
+        stack.enter_context(patched(RowReader, "_start_decoding", slow))
         stack.enter_context(patched(loop, "_PATIENCE_S", 0.3))
         stack.enter_context(patched(loop, "stop_requested", stop_after))
         try:
@@ -196,14 +197,14 @@ def train_with_own_seed(ranks, config):
 
 def train_with_damage(ranks, config):
     """Rank 1 cannot read its rows from the 12th of the run on."""
-    batch = Loader._start_decoding
+    batch = RowReader._start_decoding
 
-    def damaged(self, plan, position, pool):
+    def damaged(self, plan, position, *where):
         if ranks.rank == 1 and position.rows > 12:
             raise ShardCorruptError("a test says so")
-        return batch(self, plan, position, pool)
+        return batch(self, plan, position, *where)
 
-    with patched(Loader, "_start_decoding", damaged):
+    with patched(RowReader, "_start_decoding", damaged):
         return train(ranks, config=config)
 
 

@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 
 
 def loader(folder, start=None, **changes):
-    settings = {k: changes.pop(k) for k in ("stride", "schedule") if k in changes}
+    settings = {k: changes.pop(k) for k in ("stride", "separate") if k in changes}
     run = plan_run(fit_config(folder, folder / "run", **changes))
     schedule = run.schedule
     if "stride" in settings:
@@ -37,6 +37,7 @@ def loader(folder, start=None, **changes):
     return Loader(
         run.cache, schedule, rule=run.rule, row=run.row, device=torch.device("cpu"),
         dtype=torch.bfloat16, threads=2, start=start or Position(),
+        separate=settings.get("separate"),
     )  # fmt: skip
 
 

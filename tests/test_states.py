@@ -6,7 +6,15 @@ import torch
 from trainer_cache import documents, make_cache, random_bits
 
 from hscache.reader import open_cache
-from trainer.states import StatePlanes, merge_planes
+from trainer.state_arrays import (
+    arrays_in,
+    clear_from,
+    row_arrays,
+    row_bytes,
+    rows_of,
+    stored_shapes,
+)
+from trainer.states import merge_planes
 
 CPU = torch.device("cpu")
 
@@ -27,19 +35,34 @@ def test_merged_planes_equal_the_reader(tmp_path, codec):
     shard = cache.shard(0)
     rows = [int(row) for row in shard.doc_rows]
     num_tokens = shard.manifest.num_tokens
-    planes = StatePlanes.empty(shard, num_tokens + 5, CPU)
-    for array in planes.arrays.values():
+    arrays = row_arrays(stored_shapes(cache), num_tokens + 5)
+    for array in arrays.values():
         array.fill(255)  # what an earlier row may have left
     start = 0
     for row in reversed(rows):
         stop = start + int(cache.plan.lengths[row])
-        shard.read_arrays(row, planes.rows(start, stop))
+        shard.read_arrays(row, rows_of(arrays, start, stop))
         start = stop
-    planes.clear_from(num_tokens)
-    found = merge_planes(planes, CPU)
+    clear_from(arrays, num_tokens)
+    found = merge_planes(arrays, codec, CPU)
     expected = np.concatenate([shard.bits(row) for row in reversed(rows)])
     assert found.dtype == torch.bfloat16
     np.testing.assert_array_equal(
         found[:num_tokens].view(torch.int16).numpy().view(np.uint16), expected.reshape(stop, -1)
     )
     assert found[num_tokens:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("codec", ["lossless", "none", "bitround4", "fp8"])
+def test_arrays_in_one_memory_do_not_overlap(tmp_path, codec):
+    cache = open_cache(make_cache(tmp_path / "cache", documents((9, 30), prompt=1), codec=codec))
+    shapes = stored_shapes(cache)
+    memory = bytearray(row_bytes(shapes, 7))
+    arrays = arrays_in(memoryview(memory), shapes, 7)
+    alone = row_arrays(shapes, 7)
+    assert arrays.keys() == alone.keys()
+    for number, (name, array) in enumerate(arrays.items(), 1):
+        assert (array.shape, array.dtype) == (alone[name].shape, alone[name].dtype)
+        array.fill(number)
+    for number, array in enumerate(arrays.values(), 1):
+        assert (array == number).all()

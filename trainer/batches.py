@@ -1,9 +1,9 @@
-"""Batches from shards: threads decode states of the next rows while training works on this one.
+"""Batches from shards: the next rows are read and decoded while training works on this one.
 
 Takes a cache and a schedule; hands on `Batch`es in a fixed order with the position after each. A
 bounded queue keeps a few rows ahead; `wait_s` counts how long training stood still for data. For a
-GPU the stored planes are decoded into pinned memory, copied on a stream of their own, and merged
-there.
+GPU a process decodes into pinned memory, from where planes are copied on a stream of their own and
+merged on the device.
 
 Axes: S row tokens, F = layers * hidden, N anchor slots, K predicted slots, M scored slots, T tokens
 of one document.
@@ -12,35 +12,28 @@ of one document.
 from __future__ import annotations
 
 import contextlib
-import itertools
+import mmap
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, fields
 from types import TracebackType
 
 import numpy as np
 import torch
 
+from hscache.errors import HscacheError
 from hscache.reader import Cache
-from trainer.anchors import sample_slots
-from trainer.rows import FloatArray, Row, RowDocument, build_row, decayed_weights
-from trainer.schedule import (
-    AnchorRule,
-    Position,
-    RowPlan,
-    Schedule,
-    Share,
-    positions,
-    tick_rows,
-)
-from trainer.states import StatePlanes, merge_last_hidden, merge_planes
+from trainer.row_process import RowProcess
+from trainer.row_reader import ReadRow, RowReader, RowSettings, RowSpace, StepEnd
+from trainer.rows import Row
+from trainer.schedule import AnchorRule, Position, Schedule, Share
+from trainer.state_arrays import row_arrays, rows_of, stored_shapes
+from trainer.states import merge_last_hidden, merge_planes
 
-_DECODING, _READY = 3, 2
-"""Rows whose states are being decoded, and rows that wait for training, at most."""
+_READY = 2
+"""Rows that wait for training, at most."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,30 +60,6 @@ class Batch:
     """where the run is once this row is consumed"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepEnd:
-    """The rows of an optimizer step, over all ranks, end here."""
-
-    position: Position
-    num_tokens: int
-    num_anchors: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowSettings:
-    """Shape of a row and of its labels."""
-
-    row_tokens: int
-    anchors_per_row: int
-    block_size: int
-    gamma: float | None
-    """slot k weighs exp(-(k - 1) / gamma), or 1"""
-    sample_slots: bool = False
-    """keep slots with that probability, at weight 1, instead of weighting all"""
-    soft_labels: bool = False
-    """read the last block's output too"""
-
-
 class Loader:
     """Iterate over the rows of a run from a position on; a context manager that ends its thread.
 
@@ -109,11 +78,14 @@ class Loader:
         threads: int,
         start: Position,
         share: Share | None = None,
+        separate: bool | None = None,
     ) -> None:
+        """`separate` has rows read by a process of their own; if not given, beside a GPU."""
         self._cache, self._schedule = cache, schedule
         self._rule, self._row, self._start = rule, row, start
-        self._share, self._ahead = share or Share(), frozenset(start.ahead)
-        self._device, self._dtype, self._threads = device, dtype, threads
+        self._share, self._threads = share or Share(), threads
+        self._device, self._dtype = device, dtype
+        self._separate = device.type == "cuda" if separate is None else separate
         self._queue: queue.Queue[
             tuple[Batch | None, StepEnd | None, torch.cuda.Event | None] | BaseException | None
         ] = queue.Queue(maxsize=_READY)
@@ -172,150 +144,68 @@ class Loader:
     def _work(self) -> None:
         try:
             stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-            with ThreadPoolExecutor(self._threads) as pool, torch.cuda.stream(stream):
-                for row, end in self._parts(pool):
+            with torch.cuda.stream(stream), contextlib.closing(self._parts()) as parts:
+                for row, end in parts:
+                    copied = stream.record_event() if stream else None
+                    self._queue.put((row, end, copied))
                     if self._stopped.is_set():
                         return
-                    self._queue.put((row, end, stream.record_event() if stream else None))
             self._queue.put(None)
         except BaseException as error:
             self._queue.put(error)
 
-    def _parts(self, pool: ThreadPoolExecutor) -> Iterator[tuple[Batch | None, StepEnd | None]]:
+    def _parts(self) -> Generator[tuple[Batch | None, StepEnd | None], None, None]:
         """Yield this rank's rows, each with the end of its step if that follows, and lone ends."""
-        coming: deque[_Decoding | StepEnd] = deque()
-        for part in self._own_rows():
-            if isinstance(part, StepEnd):
-                coming.append(part)
-            else:
-                coming.append(self._start_decoding(*part, pool))
-            while coming and (
-                isinstance(coming[0], StepEnd)
-                or sum(isinstance(one, _Decoding) for one in coming) > _DECODING
-            ):
-                yield self._take(coming)
-        while coming:
-            yield self._take(coming)
-
-    def _own_rows(self) -> Iterator[tuple[RowPlan, Position] | StepEnd]:
-        """Yield this rank's rows, and the end of every step that has rows of any rank."""
-        position, num_tokens, num_anchors = self._start, 0, 0
-
-        def end() -> StepEnd:
-            return StepEnd(position=position, num_tokens=num_tokens, num_anchors=num_anchors)
-
-        for plan, position in self._rows():
-            number = position.rows - 1
-            if number not in self._ahead:
-                if self._share.takes(number):
-                    yield plan, position
-                num_tokens += int(self._cache.plan.lengths[list(plan.documents)].sum())
-                num_anchors += sum(len(anchors_A) for anchors_A in plan.anchors)
-            if num_tokens and self._share.ends_step(number):
-                yield end()
-                num_tokens = num_anchors = 0
-        if num_tokens:
-            yield end()
-
-    def _rows(self) -> Iterator[tuple[RowPlan, Position]]:
-        """Yield every row that is left, and the position after it."""
-        start = self._start
-        for tick in range(start.tick, self._schedule.num_ticks):
-            if start.tick < tick:  # the tick before had no rows
-                start = Position(rows=start.rows, tick=tick)
-            visits = self._schedule.visits(tick)
-            shards = [self._cache.shard(visit.shard) for visit in visits]
-            rows = tick_rows(
-                self._cache.plan,
-                visits,
-                self._rule,
-                tick=tick,
-                row_tokens=self._row.row_tokens,
-                skip=frozenset(q.document for shard in shards for q in shard.manifest.quarantined),
-            )
-            after = positions(len(rows), start)
-            for row, position in zip(rows[start.row_in_tick :], after, strict=True):
-                yield row, position
-                start = position
-
-    def _start_decoding(
-        self, plan: RowPlan, position: Position, pool: ThreadPoolExecutor
-    ) -> _Decoding:
-        documents = [
-            RowDocument(
-                document_id=document,
-                input_ids_T=self._cache.plan.input_ids(document),
-                loss_mask_T=self._cache.plan.loss_mask(document) != 0,
-            )
-            for document in plan.documents
-        ]
-        row = build_row(
-            documents,
-            plan.anchors,
-            row_tokens=self._row.row_tokens,
-            anchors_per_row=self._row.anchors_per_row,
-            block_size=self._row.block_size,
-            slot_weights=self._slot_weights(plan),
+        if self._separate:
+            yield from self._parts_of_process()
+            return
+        shapes = stored_shapes(self._cache, last_hidden=self._row.soft_labels)
+        reader = RowReader(
+            self._cache,
+            self._schedule,
+            rule=self._rule,
+            row=self._row,
+            threads=self._threads,
+            start=self._start,
+            share=self._share,
+            static=self._device.type == "cuda",
         )
-        shard_of = [self._cache.shard(int(self._cache.plan.shards[d])) for d in plan.documents]
-        planes = StatePlanes.empty(
-            shard_of[0],
-            row_size(row, self._device)[0],
-            self._device,
-            last_hidden=self._row.soft_labels,
-        )
-        planes.clear_from(row.num_tokens)
-        pieces = [
-            pool.submit(shard.read_arrays, document, planes.rows(start, stop))
-            for shard, document, (start, stop) in zip(
-                shard_of, plan.documents, itertools.pairwise(row.document_offsets), strict=True
-            )
-        ]
-        return _Decoding(row=row, planes=planes, pieces=pieces, position=position)
+        for read, end in reader.parts(lambda n: RowSpace(arrays=row_arrays(shapes, n))):
+            yield (self._to_device(read) if read is not None else None), end
 
-    def _take(self, coming: deque[_Decoding | StepEnd]) -> tuple[Batch | None, StepEnd | None]:
-        first = coming.popleft()
-        if isinstance(first, StepEnd):
-            return None, first
-        # An end follows its last row at once, so it is here already if there is one.
-        end = coming[0] if coming and isinstance(coming[0], StepEnd) else None
-        if end is not None:
-            coming.popleft()
-        return self._finish(first), end
+    def _parts_of_process(self) -> Iterator[tuple[Batch | None, StepEnd | None]]:
+        with (
+            RowProcess(
+                self._cache,
+                self._schedule,
+                rule=self._rule,
+                row=self._row,
+                threads=self._threads,
+                start=self._start,
+                share=self._share,
+            ) as process,
+            _pinned(process.memory, self._device),
+        ):
+            for read, end in process.parts(lambda: not self._stopped.is_set()):
+                if read is None:
+                    yield None, end
+                    continue
+                batch = self._to_device(read)
+                if self._device.type == "cuda":
+                    torch.cuda.current_stream(self._device).synchronize()  # of this thread
+                process.release(read)
+                yield batch, end
 
-    def _finish(self, decoding: _Decoding) -> Batch:
-        for piece in decoding.pieces:
-            piece.result()
-        features_SF = merge_planes(decoding.planes, self._device).to(self._dtype)
+    def _to_device(self, read: ReadRow) -> Batch:
+        codec = read.codec
+        arrays = rows_of(read.space.arrays, 0, row_size(read.row, self._device)[0])
+        if self._separate and self._device.type == "cpu":  # its memory will be filled again
+            arrays = {name: array.copy() for name, array in arrays.items()}
+        features_SF = merge_planes(arrays, codec, self._device).to(self._dtype)
         last_hidden_SH = (
-            merge_last_hidden(decoding.planes, self._device) if self._row.soft_labels else None
+            merge_last_hidden(arrays, codec, self._device) if self._row.soft_labels else None
         )
-        return to_batch(decoding.row, features_SF, decoding.position, self._device, last_hidden_SH)
-
-    def _slot_weights(self, plan: RowPlan) -> list[FloatArray]:
-        weights_K = decayed_weights(self._row.block_size, self._row.gamma)
-        if not self._row.sample_slots:
-            return [weights_K] * len(plan.documents)
-        return [
-            sample_slots(
-                weights_K,
-                len(anchors_A),
-                seed=self._rule.seed,
-                pass_index=pass_index,
-                document_id=document,
-            )
-            for document, pass_index, anchors_A in zip(
-                plan.documents, plan.pass_indices, plan.anchors, strict=True
-            )
-        ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Decoding:
-    row: Row
-    planes: StatePlanes
-    pieces: list[Future[None]]
-    position: Position
+        return to_batch(read.row, features_SF, read.position, self._device, last_hidden_SH)
 
 
 def row_size(row: Row, device: torch.device) -> tuple[int, int]:
@@ -374,3 +264,23 @@ def _use_on_current_stream(batch: Batch, copied: torch.cuda.Event) -> None:
         value = getattr(batch, field.name)
         if isinstance(value, torch.Tensor):
             value.record_stream(stream)
+
+
+@contextlib.contextmanager
+def _pinned(memory: mmap.mmap, device: torch.device) -> Iterator[None]:
+    # Copies from pinned memory run beside the host and at the link's full rate.
+    if device.type != "cuda":
+        yield
+        return
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    cudart = torch.cuda.cudart()
+    if code := int(cudart.cudaHostRegister(address, len(memory), 0)):
+        raise HscacheError(
+            f"{len(memory) / 1e9:.2f} GB of host memory for rows cannot be pinned (CUDA error "
+            f"{code}). Free memory, or train with smaller row_tokens."
+        )
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize(device)
+        cudart.cudaHostUnregister(address)

@@ -33,7 +33,8 @@ from trainer.config import BenchConfig, DrafterConfig
 from trainer.flops import RowFlops, row_flops
 from trainer.run_plan import RunPlan, plan_run
 from trainer.schedule import Position
-from trainer.states import StatePlanes, merge_last_hidden, merge_planes
+from trainer.state_arrays import arrays_in, row_bytes, stored_shapes
+from trainer.states import merge_last_hidden, merge_planes
 from trainer.training import Training, start_training
 
 log = logging.getLogger(__name__)
@@ -287,16 +288,17 @@ def _copy_seconds(run: RunPlan, device: torch.device, clock: Clock) -> list[floa
     # its own, beside the row before.
     config = run.config
     assert isinstance(config, BenchConfig)
-    shard = run.cache.shard(run.schedule.shards[0])
-    planes = StatePlanes.empty(
-        shard, config.row_tokens, device, last_hidden=config.loss.labels == "soft"
+    soft, codec = config.loss.labels == "soft", run.cache.identity.encoding.codec
+    shapes = stored_shapes(run.cache, last_hidden=soft)
+    memory = torch.zeros(
+        row_bytes(shapes, config.row_tokens), dtype=torch.uint8, pin_memory=device.type == "cuda"
     )
-    planes.clear_from(0)
+    arrays = arrays_in(memory.numpy().data, shapes, config.row_tokens)
 
     def copy() -> None:
-        merge_planes(planes, device)
-        if config.loss.labels == "soft":
-            merge_last_hidden(planes, device)
+        merge_planes(arrays, codec, device)
+        if soft:
+            merge_last_hidden(arrays, codec, device)
 
     copy()
     return [clock.seconds(copy) for _ in range(config.repeats)]

@@ -1,0 +1,226 @@
+"""The row reader in a process of its own: decoding never holds the lock of training's Python.
+
+Takes what `RowReader` takes; hands on the same parts. States arrive in memory that both processes
+map, in a few slots that are used again; the small arrays of a row go through a socket. Where a
+step is a millisecond of many small kernels, threads that decode beside it made it three times as
+long (measured), each waiting for the other's turn with the interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+
+from hscache.errors import HscacheError
+from hscache.planes import Codec
+from hscache.reader import Cache, open_cache
+from trainer.row_reader import (
+    ROWS_DECODING,
+    ReadRow,
+    RowReader,
+    RowSettings,
+    RowSpace,
+    StepEnd,
+)
+from trainer.rows import Row
+from trainer.schedule import AnchorRule, Position, Schedule, Share
+from trainer.state_arrays import Shapes, arrays_in, row_bytes, stored_shapes
+
+_SLOTS = ROWS_DECODING + 2
+"""Those being decoded, one decoded, one being copied."""
+
+_COMMAND = "from trainer.row_process import main; main()"
+"""Not `-m`, which would give what is sent another module's name."""
+
+_LOOK_S = 0.2
+"""How often a reader that waits for a row looks whether it is still wanted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    cache: Path
+    schedule: Schedule
+    rule: AnchorRule
+    row: RowSettings
+    threads: int
+    start: Position
+    share: Share
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SentRow:
+    row: Row
+    slot: int
+    codec: Codec
+    position: Position
+
+
+class RowProcess:
+    """A context manager that starts and ends the process."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        schedule: Schedule,
+        *,
+        rule: AnchorRule,
+        row: RowSettings,
+        threads: int,
+        start: Position,
+        share: Share,
+    ) -> None:
+        self._task = _Task(
+            cache=cache.path, schedule=schedule, rule=rule, row=row, threads=threads, start=start,
+            share=share,
+        )  # fmt: skip
+        self._shapes = stored_shapes(cache, last_hidden=row.soft_labels)
+        self.slot_bytes = row_bytes(self._shapes, row.row_tokens)
+        file = os.memfd_create("rows")  # not /dev/shm, which containers make small
+        try:
+            os.ftruncate(file, _SLOTS * self.slot_bytes)
+            self.memory = mmap.mmap(file, _SLOTS * self.slot_bytes)
+            """all slots, one after another; for pinning"""
+            self._start(file)
+        finally:
+            os.close(file)
+        self._slots = _slots(self.memory, self._shapes, self._task.row.row_tokens)
+
+    def _start(self, file: int) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _COMMAND, str(theirs.fileno()), str(file)],
+                pass_fds=(theirs.fileno(), file),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # signals to the job are training's to answer
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            )
+        self._connection = Connection(ours.detach())
+        self._connection.send(self._task)
+
+    def __enter__(self) -> RowProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+    def parts(
+        self, wanted: Callable[[], bool] = lambda: True
+    ) -> Iterator[tuple[ReadRow | None, StepEnd | None]]:
+        """Yield what `RowReader.parts` does, and raise what it raises; end when not `wanted`.
+
+        A row's states stay as they are until `release`. Raises HscacheError if the process dies.
+        """
+        while True:
+            while not wait([self._connection], _LOOK_S):
+                if not wanted():
+                    return
+            try:
+                message = self._connection.recv()
+            except (EOFError, ConnectionResetError) as error:
+                code = self._process.wait()
+                how = f"signal {-code}" if code < 0 else f"exit code {code}"
+                raise HscacheError(
+                    f"the process that reads shards ended by {how}, maybe because memory ran out. "
+                    "Continue with --resume, and fewer --threads or smaller --row_tokens."
+                ) from error
+            if message is None:
+                return
+            if isinstance(message, BaseException):
+                raise message
+            sent, end = message
+            yield (self._read_row(sent) if sent is not None else None), end
+
+    def release(self, read: ReadRow) -> None:
+        """Let the memory of a row's states be filled with another's."""
+        with contextlib.suppress(BrokenPipeError):  # `parts` will say what happened
+            self._connection.send(read.space.slot)
+
+    def _read_row(self, sent: _SentRow) -> ReadRow:
+        return ReadRow(
+            row=sent.row, space=self._slots[sent.slot], codec=sent.codec, position=sent.position
+        )
+
+
+def _slots(memory: mmap.mmap, shapes: Shapes, row_tokens: int) -> list[RowSpace]:
+    size = row_bytes(shapes, row_tokens)
+    whole = memoryview(memory)
+    return [
+        RowSpace(slot=slot, arrays=arrays_in(whole[slot * size :], shapes, row_tokens))
+        for slot in range(_SLOTS)
+    ]
+
+
+def serve(connection: Connection, file: int) -> None:
+    """Read rows for the process at the other end until it is gone; raises EOFError then."""
+    task: _Task = connection.recv()
+    cache = open_cache(task.cache)
+    shapes = stored_shapes(cache, last_hidden=task.row.soft_labels)
+    size = _SLOTS * row_bytes(shapes, task.row.row_tokens)
+    free = _slots(mmap.mmap(file, size), shapes, task.row.row_tokens)
+    slots = dict(enumerate(free))
+
+    def space(num_tokens: int) -> RowSpace:
+        assert num_tokens == task.row.row_tokens
+        while connection.poll() or not free:
+            free.append(slots[connection.recv()])
+        return free.pop()
+
+    reader = RowReader(
+        cache,
+        task.schedule,
+        rule=task.rule,
+        row=task.row,
+        threads=task.threads,
+        start=task.start,
+        share=task.share,
+        static=True,
+    )
+    for read, end in reader.parts(space):
+        sent = None
+        if read is not None:
+            sent = _SentRow(
+                row=read.row, slot=read.space.slot, codec=read.codec, position=read.position
+            )
+        connection.send((sent, end))
+    connection.send(None)
+    while True:  # the last slots come back, and then the end
+        connection.recv()
+
+
+def main() -> None:
+    """Run in the new process; what goes wrong is sent to be raised in the other."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = Connection(int(sys.argv[1]))
+    try:
+        serve(connection, int(sys.argv[2]))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        os._exit(0)  # training has ended, and threads may still be decoding
+    except BaseException as error:
+        connection.send(_sendable(error))
+        os._exit(1)
+
+
+def _sendable(error: BaseException) -> BaseException:
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return HscacheError(f"the process that reads shards failed: {error!r}")

@@ -1,0 +1,228 @@
+"""Rows of a run in host memory: planned from the schedule, their states decoded by threads.
+
+Takes a cache, a schedule and a position; hands on `ReadRow`s and the ends of steps in a fixed
+order. Imports no torch: `trainer.batches` runs it in a thread or, beside a GPU, in a process.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from hscache.planes import Codec
+from hscache.reader import Cache
+from trainer.anchors import sample_slots
+from trainer.rows import FloatArray, Row, RowDocument, build_row, decayed_weights
+from trainer.schedule import AnchorRule, Position, RowPlan, Schedule, Share, positions, tick_rows
+from trainer.state_arrays import clear_from, rows_of
+
+ROWS_DECODING = 3
+"""Rows whose states are being decoded, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEnd:
+    """The rows of an optimizer step, over all ranks, end here."""
+
+    position: Position
+    num_tokens: int
+    num_anchors: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSettings:
+    """Shape of a row and of its labels."""
+
+    row_tokens: int
+    anchors_per_row: int
+    block_size: int
+    gamma: float | None
+    """slot k weighs exp(-(k - 1) / gamma), or 1"""
+    sample_slots: bool = False
+    """keep slots with that probability, at weight 1, instead of weighting all"""
+    soft_labels: bool = False
+    """read the last block's output too"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSpace:
+    """Host memory for the states of a row: stored arrays [tokens, ...], decoded."""
+
+    arrays: dict[str, np.ndarray]
+    slot: int = 0
+    """which piece of a reused memory it is"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadRow:
+    """A row and its states, as stored."""
+
+    row: Row
+    space: RowSpace
+    codec: Codec
+    position: Position
+    """where the run is once this row is consumed"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Decoding:
+    read: ReadRow
+    pieces: list[Future[None]]
+
+
+class RowReader:
+    """Read this rank's rows of a run from a position on."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        schedule: Schedule,
+        *,
+        rule: AnchorRule,
+        row: RowSettings,
+        threads: int,
+        start: Position,
+        share: Share,
+        static: bool,
+    ) -> None:
+        """`static` gives all rows the memory of a full one, cleared behind the last token."""
+        self._cache, self._schedule = cache, schedule
+        self._rule, self._row, self._start = rule, row, start
+        self._share, self._ahead = share, frozenset(start.ahead)
+        self._threads, self._static = threads, static
+
+    def parts(
+        self, space: Callable[[int], RowSpace]
+    ) -> Iterator[tuple[ReadRow | None, StepEnd | None]]:
+        """Yield this rank's rows, each with the end of its step if that follows, and lone ends.
+
+        `space` gives memory for the states of so many tokens; when it is asked, at most
+        `ROWS_DECODING` rows before are still being decoded. Raises ShardCorruptError,
+        or CacheIncompleteError for a shard that is gone.
+        """
+        coming: deque[_Decoding | StepEnd] = deque()
+        with ThreadPoolExecutor(self._threads) as pool:
+            for part in self._own_rows():
+                if isinstance(part, StepEnd):
+                    coming.append(part)
+                else:
+                    coming.append(self._start_decoding(*part, pool, space))
+                while coming and (
+                    isinstance(coming[0], StepEnd)
+                    or sum(isinstance(one, _Decoding) for one in coming) > ROWS_DECODING
+                ):
+                    yield self._take(coming)
+            while coming:
+                yield self._take(coming)
+
+    def _own_rows(self) -> Iterator[tuple[RowPlan, Position] | StepEnd]:
+        """Yield this rank's rows, and the end of every step that has rows of any rank."""
+        position, num_tokens, num_anchors = self._start, 0, 0
+
+        def end() -> StepEnd:
+            return StepEnd(position=position, num_tokens=num_tokens, num_anchors=num_anchors)
+
+        for plan, position in self._rows():
+            number = position.rows - 1
+            if number not in self._ahead:
+                if self._share.takes(number):
+                    yield plan, position
+                num_tokens += int(self._cache.plan.lengths[list(plan.documents)].sum())
+                num_anchors += sum(len(anchors_A) for anchors_A in plan.anchors)
+            if num_tokens and self._share.ends_step(number):
+                yield end()
+                num_tokens = num_anchors = 0
+        if num_tokens:
+            yield end()
+
+    def _rows(self) -> Iterator[tuple[RowPlan, Position]]:
+        """Yield every row that is left, and the position after it."""
+        start = self._start
+        for tick in range(start.tick, self._schedule.num_ticks):
+            if start.tick < tick:  # the tick before had no rows
+                start = Position(rows=start.rows, tick=tick)
+            visits = self._schedule.visits(tick)
+            shards = [self._cache.shard(visit.shard) for visit in visits]
+            rows = tick_rows(
+                self._cache.plan,
+                visits,
+                self._rule,
+                tick=tick,
+                row_tokens=self._row.row_tokens,
+                skip=frozenset(q.document for shard in shards for q in shard.manifest.quarantined),
+            )
+            after = positions(len(rows), start)
+            for row, position in zip(rows[start.row_in_tick :], after, strict=True):
+                yield row, position
+                start = position
+
+    def _start_decoding(
+        self,
+        plan: RowPlan,
+        position: Position,
+        pool: ThreadPoolExecutor,
+        space: Callable[[int], RowSpace],
+    ) -> _Decoding:
+        documents = [
+            RowDocument(
+                document_id=document,
+                input_ids_T=self._cache.plan.input_ids(document),
+                loss_mask_T=self._cache.plan.loss_mask(document) != 0,
+            )
+            for document in plan.documents
+        ]
+        row = build_row(
+            documents,
+            plan.anchors,
+            row_tokens=self._row.row_tokens,
+            anchors_per_row=self._row.anchors_per_row,
+            block_size=self._row.block_size,
+            slot_weights=self._slot_weights(plan),
+        )
+        shard_of = [self._cache.shard(int(self._cache.plan.shards[d])) for d in plan.documents]
+        own = space(self._row.row_tokens if self._static else row.num_tokens)
+        clear_from(own.arrays, row.num_tokens)
+        pieces = [
+            pool.submit(shard.read_arrays, document, rows_of(own.arrays, start, stop))
+            for shard, document, (start, stop) in zip(
+                shard_of, plan.documents, itertools.pairwise(row.document_offsets), strict=True
+            )
+        ]
+        codec = self._cache.identity.encoding.codec
+        return _Decoding(
+            read=ReadRow(row=row, space=own, codec=codec, position=position), pieces=pieces
+        )
+
+    def _take(self, coming: deque[_Decoding | StepEnd]) -> tuple[ReadRow | None, StepEnd | None]:
+        first = coming.popleft()
+        if isinstance(first, StepEnd):
+            return None, first
+        # An end follows its last row at once, so it is here already if there is one.
+        end = coming[0] if coming and isinstance(coming[0], StepEnd) else None
+        if end is not None:
+            coming.popleft()
+        for piece in first.pieces:
+            piece.result()
+        return first.read, end
+
+    def _slot_weights(self, plan: RowPlan) -> list[FloatArray]:
+        weights_K = decayed_weights(self._row.block_size, self._row.gamma)
+        if not self._row.sample_slots:
+            return [weights_K] * len(plan.documents)
+        return [
+            sample_slots(
+                weights_K,
+                len(anchors_A),
+                seed=self._rule.seed,
+                pass_index=pass_index,
+                document_id=document,
+            )
+            for document, pass_index, anchors_A in zip(
+                plan.documents, plan.pass_indices, plan.anchors, strict=True
+            )
+        ]
