@@ -7,6 +7,7 @@ from hscache.config import (
     InspectConfig,
     ProduceConfig,
     RegenerateConfig,
+    RepairConfig,
     VerifyConfig,
 )
 from hscache.settings import Command
@@ -44,6 +45,13 @@ COMMANDS = [
         config=VerifyConfig,
         positional="cache",
         run="hscache.verify:run",
+    ),
+    Command(
+        name="repair",
+        help="take damaged shards out of a cache, for produce to make them again",
+        config=RepairConfig,
+        positional="cache",
+        run="hscache.repair:run",
     ),
 ]
 

@@ -254,6 +254,20 @@ class VerifyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RepairConfig:
+    """Take damaged shards out of a cache, so that the next `hscache produce` makes them again."""
+
+    cache: Path
+    """Folder of the cache."""
+    deep: bool = False
+    """Read every byte, as `verify --deep` does; else only what is seen from metadata and sizes."""
+    quarantined: bool = False
+    """Also requeue sound shards with documents that were quarantined for their content."""
+    threads: int = 4
+    """Shards checked at the same time."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RegenerateConfig:
     """Let the target answer prompts itself: the text a drafter is trained on. It is loaded here
     (--target), or served elsewhere (--endpoint)."""

@@ -65,7 +65,7 @@ def look_at(cache: Cache, shard: int) -> ShardView:
         manifest = cache.shard_manifest(shard)
         _check_sizes(cache, manifest)
     except CacheIncompleteError:  # the folder is there
-        problem = "it has no zarr.json. Delete its folder and run `hscache produce` again."
+        problem = "it has no zarr.json. Run `hscache repair`, then `hscache produce`."
         return ShardView(shard=shard, manifest=None, problem=problem)
     except HscacheError as error:
         return ShardView(shard=shard, manifest=manifest, problem=str(error))
@@ -90,8 +90,8 @@ def _check_sizes(cache: Cache, manifest: ShardManifest) -> None:
         if found != expected:
             size = "is missing" if found is None else f"has {found:,} bytes"
             raise ShardCorruptError(
-                f"{path} {size}, expected {expected:,} bytes. Delete the shard's folder and run "
-                "`hscache produce` again."
+                f"{path} {size}, expected {expected:,} bytes. Run `hscache repair` on the "
+                "cache, then `hscache produce` again."
             )
 
 

@@ -16,7 +16,8 @@ FLAT_CHUNK = 65_536
 LAST_HIDDEN = "last_hidden_"
 """Prefix of the arrays that hold the output of the last block, before the final norm."""
 
-_SHARD_NAME = re.compile(r"\d{6,12}")
+_SHARD_NAME = re.compile(r"[0-9]{6}|[1-9][0-9]{6,11}")
+"""One name per number: `0000001` would be a second shard 1."""
 
 
 def root_file(cache_dir: Path) -> Path:

@@ -8,7 +8,9 @@ file that is not byte for byte what we would write is refused, so no flipped bit
 import dataclasses
 import hashlib
 import json
+import types
 import typing
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -210,7 +212,7 @@ def read_group(path: Path, kind: type[T]) -> T:
         schema = content.get("schema_version", content.get("encoding", {}).get("schema_version"))
         newer = isinstance(schema, int) and schema > SCHEMA_VERSION
         sound = raw == _sealed(content)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path) from error
     if newer:
         raise CacheMismatchError(
@@ -235,19 +237,44 @@ def from_json(kind: type[T], value: dict[str, Any]) -> T:
 
 
 def _convert(hint: Any, item: Any) -> Any:
+    if hint is Any:
+        return item
+    if isinstance(hint, types.UnionType):
+        if item is None and type(None) in typing.get_args(hint):
+            return None
+        (hint,) = (kind for kind in typing.get_args(hint) if kind is not type(None))
     if dataclasses.is_dataclass(hint):
         return from_json(hint, item)  # type: ignore[arg-type]
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple:
-        return tuple(_convert(arguments[0], element) for element in item)
+        return tuple(_convert(arguments[0], element) for element in _of_type(list, item))
     if origin is dict:
-        return {key: _convert(arguments[1], element) for key, element in item.items()}
+        return {k: _convert(arguments[1], element) for k, element in _of_type(dict, item).items()}
+    if origin is typing.Literal:
+        if item not in arguments:
+            raise TypeError(f"{item!r} is none of {arguments}")
+        return item
+    return _of_type(hint, item)
+
+
+def _of_type(kind: type, item: Any) -> Any:
+    """Return a value that has the type; a forged checksum must not let another kind of it in."""
+    fits = type(item) is kind or (kind is float and type(item) is int)
+    if not fits or (kind is int and item < 0):
+        raise TypeError(f"{item!r} is no {kind.__name__} of ours")
     return item
+
+
+def require_arrays(found: Mapping[str, ArrayRecord], expected: Iterable[str], path: Path) -> None:
+    """Raise ShardCorruptError unless a group's attributes describe exactly these arrays."""
+    if set(found) != set(expected):
+        raise _damaged(path)
 
 
 def _damaged(path: Path) -> ShardCorruptError:
     return ShardCorruptError(
         f"{path} is damaged or was changed by another program: its content does not match its "
-        "checksum. For a shard, delete its folder and run `hscache produce` again; for the root, "
-        "the cache must be made anew."
+        "checksum. For a shard, run `hscache repair` on the cache and then `hscache produce` "
+        "again; for plan/, delete that folder and run `hscache produce` again; for the root, the "
+        "cache must be made anew."
     )

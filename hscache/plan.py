@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hscache import files
+from hscache.errors import ShardCorruptError
 from hscache.layout import PLAN_ARRAYS, plan_dir
-from hscache.manifest import SCHEMA_VERSION, encode_group, read_group
+from hscache.manifest import SCHEMA_VERSION, encode_group, read_group, require_arrays
 from hscache.zarr_array import ArrayRecord, ZarrArrayWriter
-from hscache.zarr_reader import ZarrArrayReader
+from hscache.zarr_reader import ZarrArrayReader, refuse_link
 
 _CACHED_CHUNKS = 64
 """16 MB of token ids"""
@@ -160,7 +161,9 @@ class Plan:
 
     def __init__(self, cache_dir: Path) -> None:
         folder = plan_dir(cache_dir)
+        refuse_link(folder)
         self.manifest = read_group(folder / "zarr.json", PlanManifest)
+        require_arrays(self.manifest.arrays, PLAN_ARRAYS, folder / "zarr.json")
         readers = {
             name: ZarrArrayReader(folder / name, layout, self.manifest.arrays[name])
             for name, layout in PLAN_ARRAYS.items()
@@ -174,7 +177,25 @@ class Plan:
         self.source_rows: npt.NDArray[np.int64] = column["source_rows"]
         self.valid_anchors: npt.NDArray[np.int32] = column["valid_anchors"]
         self.offsets = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+        self._require_sense(folder)
         self._shard_starts = np.searchsorted(self.shards, np.arange(self.num_shards + 1))
+
+    def _require_sense(self, folder: Path) -> None:
+        """Refuse columns that contradict each other, whatever their checksums say."""
+        rows = {name: record.num_rows for name, record in self.manifest.arrays.items()}
+        tokens = {rows.pop("tokens"), rows.pop("loss_mask")}
+        sense = (
+            set(rows.values()) == {len(self.lengths)}
+            and tokens == {int(self.offsets[-1])}
+            and bool((self.lengths > 0).all() and (np.diff(self.shards) >= 0).all())
+            and (len(self.shards) == 0 or self.shards[0] >= 0)
+            and (len(self.shards) == 0 or self.shards[-1] < self.num_shards)
+        )
+        if not sense:
+            raise ShardCorruptError(
+                f"{folder} contradicts itself. Delete it and run `hscache produce` again with the "
+                "same settings."
+            )
 
     @property
     def num_documents(self) -> int:

@@ -88,7 +88,7 @@ def _require_whole_shards(cache_dir: Path) -> None:
         if not (folder / "zarr.json").is_file():
             raise ShardCorruptError(
                 f"{folder} is no shard: it has no zarr.json, and a shard appears with all its "
-                "files at once. Delete it and run the same command again."
+                "files at once. Run `hscache repair` on the cache, then the same command again."
             )
 
 

@@ -74,14 +74,7 @@ class Producer:
         return ", ".join(f"shard {shard} ({name})" for shard, name in claims)
 
     def _live_claims(self) -> dict[int, str]:
-        claims = {}
-        for path in layout.producers_dir(self._cache_dir).glob("*.json"):
-            if path.name == self._path.name:
-                continue
-            record = read_record(path)
-            if record is not None and record.get("claim") is not None and is_working(path, record):
-                claims[int(record["claim"])] = path.name
-        return claims
+        return live_claims(self._cache_dir, besides=self._path.name)
 
     def _update(self, **changes: Any) -> None:
         with self._lock:
@@ -103,6 +96,16 @@ class Producer:
     def _beat(self) -> None:
         while not self._stopped.wait(BEAT_S):
             self._write()
+
+
+def live_claims(cache_dir: Path, *, besides: str = "") -> dict[int, str]:
+    """Return the shards that working producers are making, each with its heartbeat's file name."""
+    claims = {}
+    for path in layout.producers_dir(cache_dir).glob("*.json"):
+        record = read_record(path) if path.name != besides else None
+        if record is not None and record.get("claim") is not None and is_working(path, record):
+            claims[int(record["claim"])] = path.name
+    return claims
 
 
 def read_record(path: Path) -> dict[str, Any] | None:

@@ -21,10 +21,16 @@ import numpy.typing as npt
 
 from hscache import layout
 from hscache.errors import CacheIncompleteError, CacheMismatchError, ConfigError, ShardCorruptError
-from hscache.manifest import Identity, ShardManifest, cache_fingerprint, read_group
+from hscache.manifest import (
+    Identity,
+    ShardManifest,
+    cache_fingerprint,
+    read_group,
+    require_arrays,
+)
 from hscache.plan import Plan
 from hscache.planes import ARRAYS, Bits, decode
-from hscache.zarr_reader import ZarrArrayReader
+from hscache.zarr_reader import ZarrArrayReader, refuse_link
 
 if TYPE_CHECKING:
     import torch
@@ -96,13 +102,23 @@ class Cache:
                 f"{len(self.published_shards())} of {self.plan.num_shards} shards are there. "
                 "Run `hscache produce` again with the same settings to finish the cache."
             )
+        for folder in (where.parent, where):
+            refuse_link(folder)
         manifest = read_group(where / "zarr.json", ShardManifest)
         if manifest.cache != cache_fingerprint(self.identity) or manifest.shard != shard:
             raise CacheMismatchError(
-                f"{where} says it is shard {manifest.shard} of another cache. Delete it and run "
-                "`hscache produce` again."
+                f"{where} says it is shard {manifest.shard} of another cache. Run `hscache "
+                "repair` on the cache, then `hscache produce` again."
             )
+        if manifest.state != "freed":
+            require_arrays(manifest.arrays, self._array_names(manifest), where / "zarr.json")
         return manifest
+
+    def _array_names(self, manifest: ShardManifest) -> set[str]:
+        names = set(ARRAYS[manifest.codec])
+        if self.identity.states.last_hidden:
+            names |= {layout.LAST_HIDDEN + name for name in names}
+        return names | set(layout.SHARD_SIDE_ARRAYS)
 
     def shard(self, shard: int) -> "Shard":
         """Open a published shard.

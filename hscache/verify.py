@@ -7,15 +7,19 @@ per damaged part with the documents it costs, and exits with 1 if there is one. 
     hscache verify /nvme/cache --deep
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+
+from tokenizers import Tokenizer
 
 from hscache import layout
 from hscache.config import VerifyConfig
 from hscache.content import ContentCheck
 from hscache.errors import CacheIncompleteError, HscacheError, ShardCorruptError
-from hscache.fingerprint import file_sha256
+from hscache.fingerprint import config_sha256, file_sha256
 from hscache.plan import Plan, corpus_sha256
 from hscache.progress import Progress, configure_logging
 from hscache.reader import Cache, open_cache
@@ -31,6 +35,10 @@ class Damage:
     problem: str
     documents: tuple[int, ...] = ()
     """plan rows whose states cannot be used"""
+    shard: int | None = None
+    """the number of the shard, if it is one"""
+    quarantine: bool = False
+    """the shard is what was written, and these documents were refused then"""
 
 
 def run(config: VerifyConfig, *, dry_run: bool = False) -> int:
@@ -55,12 +63,14 @@ def verify(cache: Cache, *, deep: bool, threads: int = 4) -> list[Damage]:
     damaged = [
         *_attempt("plan", lambda: _check_plan(cache, deep)),
         *_attempt("frozen", lambda: _check_frozen(cache)),
+        *_attempt("frozen", lambda: _check_target_config(cache)),
+        *_attempt("frozen", lambda: _check_tokenizer(cache)),
     ]
     shards = cache.published_shards()
     tokens = {shard: _num_tokens(cache.plan, shard) for shard in shards}
     progress = Progress(sum(tokens.values()), unit="tokens", label="verify")
     with ThreadPoolExecutor(threads) as pool, progress:
-        results = pool.map(lambda shard: _check_shard(cache, shard, deep), shards)
+        results = pool.map(lambda shard: check_shard(cache, shard, deep), shards)
         for shard, found in zip(shards, results, strict=True):
             damaged += found
             progress.advance(tokens[shard])
@@ -105,7 +115,36 @@ def _check_frozen(cache: Cache) -> None:
         )
 
 
-def _check_shard(cache: Cache, shard: int, deep: bool) -> list[Damage]:
+def _check_target_config(cache: Cache) -> None:
+    path = layout.target_config_file(cache.path)
+    try:
+        same = config_sha256(json.loads(path.read_bytes())) == cache.identity.states.config_sha256
+    except (OSError, ValueError, AttributeError):
+        same = False
+    if not same:
+        raise ShardCorruptError(
+            f"{path} is missing or does not have the hash that the root names. Delete frozen/ and "
+            "run `hscache produce` again with the same settings."
+        )
+
+
+def _check_tokenizer(cache: Cache) -> None:
+    """Check the tokenizer, which `inspect` shows texts with; nothing else reads it."""
+    path = layout.frozen_dir(cache.path) / "tokenizer" / "tokenizer.json"
+    if not path.parent.is_dir():  # a cache that was made without one
+        return
+    try:
+        text = Tokenizer.from_file(str(path)).to_str()
+    except Exception as error:  # the Rust library raises nothing narrower
+        text = str(error)
+    if hashlib.sha256(text.encode()).hexdigest() != cache.identity.states.tokenizer_sha256:
+        raise ShardCorruptError(
+            f"{path} is not the tokenizer that the root names. Delete frozen/ and run "
+            "`hscache produce` again with the same settings."
+        )
+
+
+def check_shard(cache: Cache, shard: int, deep: bool) -> list[Damage]:
     """Check one shard; with `deep` each document by itself, to name those that are lost."""
     everything = tuple(cache.plan.shard_documents(shard))
     part = f"shard {shard}"
@@ -117,13 +156,13 @@ def _check_shard(cache: Cache, shard: int, deep: bool) -> list[Damage]:
         opened.check_files()
     except CacheIncompleteError:
         missing = f"{layout.shard_dir(cache.path, shard)} has no zarr.json"
-        return [Damage(part=part, problem=missing, documents=everything)]
+        return [Damage(part=part, shard=shard, problem=missing, documents=everything)]
     except HscacheError as error:
-        return [Damage(part=part, problem=str(error), documents=everything)]
+        return [Damage(part=part, shard=shard, problem=str(error), documents=everything)]
     known = set(opened.doc_rows.tolist()) | {q.document for q in manifest.quarantined}
-    if known != set(everything):
+    if known != set(everything) or manifest.num_documents != len(opened.doc_rows):
         problem = f"it holds {len(known)} documents, and the plan gives it {len(everything)}"
-        return [Damage(part=part, problem=problem, documents=everything)]
+        return [Damage(part=part, shard=shard, problem=problem, documents=everything)]
     if not deep:
         return []
     content = ContentCheck()
@@ -137,7 +176,7 @@ def _check_shard(cache: Cache, shard: int, deep: bool) -> list[Damage]:
     if not problems:
         return []
     first = next(iter(problems.values()))
-    return [Damage(part=part, problem=first, documents=tuple(problems))]
+    return [Damage(part=part, shard=shard, problem=first, documents=tuple(problems))]
 
 
 def _summary(cache: Cache, damaged: list[Damage], deep: bool) -> str:
@@ -151,7 +190,9 @@ def _summary(cache: Cache, damaged: list[Damage], deep: bool) -> str:
     rows = [[d.part, len(d.documents), _ranges(d.documents)] for d in damaged]
     lines.append(format_table(["damaged", "documents lost", "plan rows"], rows))
     lines += [f"{d.part}: {d.problem}" for d in damaged]
-    lines.append("delete a damaged shard's folder and run `hscache produce` again to remake it")
+    if any(d.shard is not None for d in damaged):
+        flag = " --deep" if deep else ""
+        lines.append(f"`hscache repair {cache.path}{flag}` requeues these shards")
     return "\n".join(lines)
 
 

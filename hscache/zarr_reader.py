@@ -35,6 +35,7 @@ class ZarrArrayReader:
         self.path = folder / layout.file_name
         self.layout = layout
         self.num_rows = record.num_rows
+        refuse_link(folder)
         metadata = read_small_file(folder / "zarr.json")
         if checksum_hex(metadata) != record.metadata_crc32c:
             raise _corrupt(folder / "zarr.json", "its checksum is not the one in the group")
@@ -148,6 +149,12 @@ def _decompress(frame: memoryview, expected: int, path: Path, number: int) -> me
     return out.data
 
 
+def refuse_link(path: Path) -> None:
+    """Raise ShardCorruptError if a folder of the cache is a link: it may lead out of the cache."""
+    if path.is_symlink():
+        raise _corrupt(path, "it is a link, and a cache has none; link to the whole cache instead")
+
+
 def _open_regular(path: Path) -> int:
     try:
         # without O_NONBLOCK a pipe in a file's place would wait for a writer for ever
@@ -189,7 +196,7 @@ def _pread(descriptor: int, size: int, offset: int, path: Path) -> bytes:
 
 def _corrupt(path: Path, what: str) -> ShardCorruptError:
     return ShardCorruptError(
-        f"{path} is damaged: {what}. Delete the shard's folder (or plan/, if it lies there) and "
-        "run `hscache produce` again with the same settings: it remakes what is missing and "
-        "nothing else."
+        f"{path} is damaged: {what}. Run `hscache repair` on the cache (or delete plan/, if it "
+        "lies there) and then `hscache produce` again with the same settings: it remakes what is "
+        "missing and nothing else."
     )

@@ -68,7 +68,7 @@ def test_a_truncated_file_is_found_without_reading_payload(folder, cut, capsys):
     assert cli.main(["verify", str(folder)]) == 1
     out = capsys.readouterr().out
     assert "shard 0" in out
-    assert "run `hscache produce` again" in out
+    assert "hscache repair" in out
 
 
 def test_other_parts_are_checked_too(folder):
