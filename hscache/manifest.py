@@ -20,7 +20,8 @@ from hscache.planes import Codec
 from hscache.zarr_array import ArrayRecord, canonical_json, checksum_hex
 from hscache.zarr_reader import read_small_file
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""2 added the checksums' own checksum to the records of arrays; 1 is still read."""
 LAYER_CONVENTION = "output of decoder block i, 0-based, before any norm"
 
 T = TypeVar("T")

@@ -61,8 +61,18 @@ class Cache:
         self.path = path
         self.identity = identity
         self.plan = Plan(path)
-        if self.plan.manifest.corpus_sha256 != identity.content.corpus_sha256:
-            raise ShardCorruptError(f"{path}: plan/ belongs to another corpus than the root says.")
+        plan, content = self.plan, identity.content
+        if (
+            plan.manifest.corpus_sha256 != content.corpus_sha256
+            or plan.num_documents != content.num_documents
+            or plan.num_tokens != content.num_tokens
+            or plan.num_shards != content.num_shards
+            or len(plan.held_out_shards) != content.num_held_out_shards
+        ):
+            raise ShardCorruptError(
+                f"{path}: plan/ belongs to another corpus than the root says. Delete plan/ and run "
+                "`hscache produce` again with the same settings."
+            )
         self._shard = lru_cache(maxsize=_OPEN_SHARDS)(self._open_shard)
 
     def __repr__(self) -> str:

@@ -24,6 +24,7 @@ from hscache.plan import Plan, corpus_sha256
 from hscache.progress import Progress, configure_logging
 from hscache.reader import Cache, open_cache
 from hscache.report import format_table
+from hscache.zarr_reader import refuse_link
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,8 @@ def _check_plan(cache: Cache, deep: bool) -> None:
 
 def _check_frozen(cache: Cache) -> None:
     path = layout.frozen_weights(cache.path)
+    for place in (path.parent, path):
+        refuse_link(place)
     try:
         found = file_sha256(path)
     except OSError as error:

@@ -3,7 +3,9 @@
 Takes numpy arrays and a folder; leaves `zarr.json` and one `c.0...` file in it that every Zarr v3
 reader opens (core codecs only: bytes, zstd, crc32c, sharding_indexed). Each array is one Zarr
 shard; its inner chunks end in a crc32c, and an index of (offset, nbytes) pairs with its own crc32c
-closes the file. The writer streams: rows are appended, the shape is known only at the end.
+closes the file. Before the index, where other readers see a gap, lie the chunks' checksums once
+more: their own checksum is in the group's attributes, so that a sound chunk or file in the wrong
+place is noticed. The writer streams: rows are appended, the shape is known only at the end.
 `zarr_reader` reads it back.
 
 Zarr v3 core spec and sharding_indexed v1.0: https://zarr-specs.readthedocs.io
@@ -95,7 +97,11 @@ class ArrayLayout:
 
     def index_bytes(self, num_rows: int) -> int:
         """Return the size of the shard index, its checksum included."""
-        return 16 * self.num_bands(num_rows) * self.chunks_per_band + CHECKSUM_BYTES
+        return 16 * self.num_chunks(num_rows) + CHECKSUM_BYTES
+
+    def num_chunks(self, num_rows: int) -> int:
+        """Return how many inner chunks hold `num_rows` rows."""
+        return self.num_bands(num_rows) * self.chunks_per_band
 
     def metadata(self, num_rows: int) -> dict[str, object]:
         """Return the content of `zarr.json` for an array of `num_rows` rows."""
@@ -147,6 +153,8 @@ class ArrayRecord:
     """of the Zarr shard file"""
     metadata_crc32c: str
     """of the array's zarr.json"""
+    chunks_crc32c: str = ""
+    """of the table of the chunks' checksums before the index; "" if there is none (schema 1)"""
 
 
 class ZarrArrayWriter:
@@ -157,6 +165,7 @@ class ZarrArrayWriter:
         self.layout = layout
         self._executor = executor
         self._index: list[tuple[int, int]] = []
+        self._checksums: list[bytes] = []
         self._offset = 0
         self._num_rows = 0
         self._band = np.zeros((layout.chunk_rows, *layout.row_shape), layout.dtype)
@@ -197,9 +206,12 @@ class ZarrArrayWriter:
         if self._band_rows:
             self._band[self._band_rows :] = 0
             self._flush_band()
+        table = b"".join(self._checksums)
         index = np.array(self._index, "<u8").reshape(-1, 2).tobytes()
         with disk_full_named(self.folder):
-            self._file.write(index + crc32c.crc32c(index).to_bytes(CHECKSUM_BYTES, "little"))
+            self._file.write(
+                table + index + crc32c.crc32c(index).to_bytes(CHECKSUM_BYTES, "little")
+            )
             self._file.flush()
             os.fsync(self._file.fileno())
             size_bytes = self._file.tell()
@@ -211,6 +223,7 @@ class ZarrArrayWriter:
             num_rows=self._num_rows,
             size_bytes=size_bytes,
             metadata_crc32c=checksum_hex(metadata),
+            chunks_crc32c=checksum_hex(table),
         )
 
     def _flush_band(self) -> None:
@@ -223,6 +236,7 @@ class ZarrArrayWriter:
                 self._file.write(checksum)
                 size = len(payload) + CHECKSUM_BYTES
                 self._index.append((self._offset, size))
+                self._checksums.append(checksum)
                 self._offset += size
         self._band_rows = 0
 

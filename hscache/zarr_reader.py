@@ -46,7 +46,7 @@ class ZarrArrayReader:
             found = os.fstat(self._descriptor).st_size
             if found != record.size_bytes:
                 raise _corrupt(self.path, f"size {found:,} bytes, expected {record.size_bytes:,}")
-            self._index = self._read_index(record.size_bytes)
+            self._index, self._checksums = self._read_index(record)
         except BaseException:
             self.close()
             raise
@@ -87,15 +87,21 @@ class ZarrArrayReader:
                 window = _column_window(layout, chunk_column) if column is None else ()
                 out[(slice(low - start, high - start), *window)] = chunk[low - first : high - first]
 
-    def _read_index(self, size_bytes: int) -> np.ndarray:
+    def _read_index(self, record: ArrayRecord) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return offsets and sizes of the chunks, and their checksums if the file has a table."""
         index_bytes = self.layout.index_bytes(self.num_rows)
-        if size_bytes < index_bytes:
-            raise _corrupt(self.path, f"{size_bytes} bytes cannot hold an index of {index_bytes}")
-        payload_bytes = size_bytes - index_bytes
-        raw = _pread(self._descriptor, index_bytes, payload_bytes, self.path)
-        body, checksum = raw[:-CHECKSUM_BYTES], raw[-CHECKSUM_BYTES:]
-        if crc32c.crc32c(body) != int.from_bytes(checksum, "little"):
+        table_bytes = CHECKSUM_BYTES * self.layout.num_chunks(self.num_rows)
+        table_bytes *= record.chunks_crc32c != ""
+        payload_bytes = record.size_bytes - index_bytes - table_bytes
+        if payload_bytes < 0:
+            what = f"{record.size_bytes} bytes cannot hold an index of {index_bytes}"
+            raise _corrupt(self.path, what)
+        raw = _pread(self._descriptor, table_bytes + index_bytes, payload_bytes, self.path)
+        table, body = raw[:table_bytes], raw[table_bytes:-CHECKSUM_BYTES]
+        if crc32c.crc32c(body) != int.from_bytes(raw[-CHECKSUM_BYTES:], "little"):
             raise _corrupt(self.path, "the shard index fails its checksum")
+        if record.chunks_crc32c and checksum_hex(table) != record.chunks_crc32c:
+            raise _corrupt(self.path, "it is not the file that the group's attributes describe")
         index = np.frombuffer(body, "<u8").reshape(-1, 2)
         # We write chunks back to back, so anything else is forged or damaged. The first test keeps
         # the sums below from wrapping around.
@@ -108,14 +114,17 @@ class ZarrArrayReader:
         )
         if not tiles:
             raise _corrupt(self.path, "the shard index does not tile the file")
-        return index
+        return index, np.frombuffer(table, "<u4") if record.chunks_crc32c else None
 
     def _read_chunk(self, number: int) -> np.ndarray:
         offset, size = (int(value) for value in self._index[number])
         raw = _pread(self._descriptor, size, offset, self.path)
         body = memoryview(raw)[:-CHECKSUM_BYTES]
-        if crc32c.crc32c(body) != int.from_bytes(raw[-CHECKSUM_BYTES:], "little"):
+        checksum = int.from_bytes(raw[-CHECKSUM_BYTES:], "little")
+        if crc32c.crc32c(body) != checksum:
             raise _corrupt(self.path, f"inner chunk {number} fails its checksum")
+        if self._checksums is not None and checksum != self._checksums[number]:
+            raise _corrupt(self.path, f"inner chunk {number} is another one, whole in itself")
         expected = self.layout.chunk_bytes
         if self.layout.compressed:
             body = _decompress(body, expected, self.path, number)

@@ -52,7 +52,7 @@ def test_identity_is_shown_in_three_tiers(made, capsys):
     text = section(view(capsys, made[0]), "identity")
     assert line_of(text, "states") == ["states", "target", "/models/tiny"]
     assert line_of(text, "content")[:2] == ["content", "corpus sha256"]
-    assert line_of(text, "encoding") == ["encoding", "schema version", "1"]
+    assert line_of(text, "encoding") == ["encoding", "schema version", "2"]
     assert line_of(text, "target layer ids")[1] == "1, 3"
 
 

@@ -10,6 +10,7 @@ import hscache
 from hscache import layout
 from hscache.errors import CacheMismatchError, HscacheError, ShardCorruptError
 from hscache.manifest import (
+    SCHEMA_VERSION,
     Identity,
     ShardManifest,
     encode_group,
@@ -18,6 +19,7 @@ from hscache.manifest import (
     require_same_identity,
 )
 from hscache.plan import deal_into_shards
+from hscache.zarr_array import canonical_json, checksum_hex
 
 
 def identity():
@@ -82,13 +84,13 @@ def test_a_newer_schema_is_refused_in_one_sentence_of_what_to_do(tmp_path):
         place = group["attributes"]["hscache"]
         for key in keys[:-1]:
             place = place[key]
-        place[keys[-1]] = 2
+        place[keys[-1]] = SCHEMA_VERSION + 1
         place["something_new"] = {"later": True}
         path.write_text(json.dumps(group, indent=1))
         with pytest.raises(CacheMismatchError) as caught:
             hscache.open(tmp_path).shard(0)
         assert str(caught.value) == (
-            f"{path} has schema version 2, and this hscache reads versions up to 1. "
+            f"{path} has schema version 3, and this hscache reads versions up to 2. "
             "Update hscache to read this cache."
         )
         path.write_bytes(sound)
@@ -129,3 +131,52 @@ def test_reformatted_metadata_with_the_same_values_is_refused(tmp_path):
     path.write_text(json.dumps(json.loads(path.read_bytes()), indent=2))
     with pytest.raises(ShardCorruptError, match="changed by another program"):
         hscache.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("shards/000000", {"arrays": {}}),
+        ("shards/000000", {"num_tokens": "x"}),
+        ("shards/000000", {"num_documents": -1}),
+        ("shards/000000", {"codec": "../codec"}),
+        ("shards/000000", {"quarantined": [{"document": 0}]}),
+        ("plan", {"num_shards": True}),
+        ("plan", {"num_held_out_shards": 3}),
+        ("plan", {"arrays": {}}),
+        (".", {"states": None}),
+    ],
+)
+def test_forged_metadata_under_a_right_checksum_is_refused(tmp_path, place, value):
+    make_cache(tmp_path)
+    path = tmp_path / place / "zarr.json"
+    content = json.loads(path.read_bytes())["attributes"]["hscache"]
+    content.pop("crc32c")
+    content |= value
+    content["crc32c"] = checksum_hex(canonical_json(content))
+    group = {"zarr_format": 3, "node_type": "group", "attributes": {"hscache": content}}
+    path.write_bytes(canonical_json(group))
+    with pytest.raises(ShardCorruptError, match=str(tmp_path)):
+        hscache.open(tmp_path).shard(0)
+
+
+@pytest.mark.parametrize("place", ["shards", "shards/000000", "shards/000000/exponent", "plan"])
+def test_a_link_out_of_the_cache_is_refused(tmp_path, place):
+    make_cache(tmp_path / "cache")
+    path = tmp_path / "cache" / place
+    path.rename(tmp_path / "outside")
+    path.symlink_to(tmp_path / "outside")
+    with pytest.raises(ShardCorruptError, match=f"{path} is damaged: it is a link"):
+        hscache.open(tmp_path / "cache").documents[0].hidden_states()
+    (tmp_path / "link").symlink_to(tmp_path / "cache")  # a link to a whole cache is fine
+    path.unlink()
+    (tmp_path / "outside").rename(path)
+    assert len(hscache.open(tmp_path / "link").documents[0].hidden_states())
+
+
+def test_a_shard_has_one_name(tmp_path):
+    make_cache(tmp_path)
+    before = layout.list_shards(tmp_path)
+    for name in ("0000001", "\u0660" * 5 + "\u0661", "..000001", "000001\n"):
+        (layout.shards_dir(tmp_path) / name).mkdir()
+    assert layout.list_shards(tmp_path) == before

@@ -1,5 +1,6 @@
 """Our Zarr arrays against zarr-python and tensorstore, and against every way of being damaged."""
 
+import dataclasses
 import os
 import resource
 import shutil
@@ -140,6 +141,32 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path, name):
     )
 
 
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_sound_file_or_chunk_in_the_wrong_place_is_found(tmp_path, compressed):
+    """What a misdirected write leaves: every checksum in the file is right."""
+    layout = dataclasses.replace(SMALL, compressed=compressed)
+    values = numbers(layout, 8)
+    record = write(tmp_path / "a", layout, values)
+    other = write(tmp_path / "b", layout, values[::-1])
+    path = tmp_path / "a" / layout.file_name
+    if not compressed:
+        assert record.size_bytes == other.size_bytes
+        raw = path.read_bytes()
+        path.write_bytes((tmp_path / "b" / layout.file_name).read_bytes())
+        with pytest.raises(ShardCorruptError, match="not the file that the group's attributes"):
+            ZarrArrayReader(tmp_path / "a", layout, record)
+        size = layout.chunk_bytes + 4
+        path.write_bytes(raw[size : 2 * size] + raw[:size] + raw[2 * size :])
+        reader = ZarrArrayReader(tmp_path / "a", layout, record)
+        with pytest.raises(ShardCorruptError, match="inner chunk 0 is another one"):
+            reader.read(0, 8)
+        np.testing.assert_array_equal(reader.read(4, 8), values[4:])
+        path.write_bytes(raw)
+    np.testing.assert_array_equal(
+        ZarrArrayReader(tmp_path / "a", layout, record).read(0, 8), values
+    )
+
+
 def forge_index(path, change):
     """Rewrite a file's index with a right checksum."""
     raw = bytearray(path.read_bytes())
@@ -199,9 +226,10 @@ def test_a_forged_frame_is_refused_in_flat_memory(tmp_path, frame):
     record = write(tmp_path / "a", layout, np.arange(16, dtype=np.uint8))
     chunk = frame + crc32c.crc32c(frame).to_bytes(4, "little")
     index = np.array([0, len(chunk)], "<u8").tobytes()
-    data = chunk + index + crc32c.crc32c(index).to_bytes(4, "little")
+    data = chunk + chunk[-4:] + index + crc32c.crc32c(index).to_bytes(4, "little")
     (tmp_path / "a" / layout.file_name).write_bytes(data)
-    record = type(record)(num_rows=16, size_bytes=len(data), metadata_crc32c=record.metadata_crc32c)
+    table = checksum_hex(chunk[-4:])
+    record = dataclasses.replace(record, size_bytes=len(data), chunks_crc32c=table)
     reader = ZarrArrayReader(tmp_path / "a", layout, record)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ShardCorruptError, match="inner chunk 0"):
