@@ -249,8 +249,25 @@ class VerifyConfig:
     """Folder of the cache."""
     deep: bool = False
     """Read every byte: all checksums, and the content of all states."""
+    replay: int = 0
+    """Run the target again on the packs that hold this many random documents, and compare."""
+    target: str | None = None
+    """With replay: hub id or folder of the target; the one that the cache names if not given."""
+    device: Device = "auto"
+    """With replay: cpu, cuda, or auto."""
+    trust_remote_code: bool = False
+    """With replay: run code shipped with the model; a cache never switches it on."""
+    seed: int = 0
+    """With replay: which documents are drawn."""
     threads: int = 4
     """Shards checked at the same time."""
+
+    def __post_init__(self) -> None:
+        if self.replay < 0 or self.seed < 0:
+            name = "replay" if self.replay < 0 else "seed"
+            raise ConfigError(f"{name} is {getattr(self, name)}; expected 0 or more.")
+        if self.target is not None and not self.replay:
+            raise ConfigError("--target does nothing without --replay N: documents to run again.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ every byte of them: checksums, counts, ids against the plan, content of the stat
 per damaged part with the documents it costs, and exits with 1 if there is one. Changes nothing.
 
     hscache verify /nvme/cache --deep
+    hscache verify /nvme/cache --replay 16 --target Qwen/Qwen3-8B
 """
 
 import hashlib
@@ -51,6 +52,12 @@ def run(config: VerifyConfig, *, dry_run: bool = False) -> int:
         print(f"would check {len(shards)} shards of {config.cache}")
         return 0
     damaged = verify(cache, deep=config.deep, threads=config.threads)
+    if config.replay:
+        from hscache.replay import verify_replay  # torch, and the target
+
+        text, found = verify_replay(cache, config)
+        print(text)
+        damaged += found
     print(_summary(cache, damaged, config.deep))
     return 1 if damaged else 0
 
