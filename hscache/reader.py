@@ -107,6 +107,11 @@ class Cache:
         """Read a published shard's attributes and nothing else of it; raises as `shard` does."""
         where = layout.shard_dir(self.path, shard)
         if not (where / "zarr.json").is_file():
+            if where.exists():
+                raise CacheIncompleteError(
+                    f"{where} is no shard: it has no zarr.json. Run `hscache repair` on the cache, "
+                    "then `hscache produce` again."
+                )
             raise CacheIncompleteError(
                 f"shard {shard} of {self.path} has not been published: "
                 f"{len(self.published_shards())} of {self.plan.num_shards} shards are there. "

@@ -25,6 +25,7 @@ import torch
 
 from hscache.errors import HscacheError
 from hscache.reader import Cache
+from trainer.bad_shards import OnBadShard
 from trainer.row_process import RowProcess
 from trainer.row_reader import ReadRow, RowReader, RowSettings, RowSpace, StepEnd
 from trainer.rows import Row
@@ -79,12 +80,14 @@ class Loader:
         start: Position,
         share: Share | None = None,
         separate: bool | None = None,
+        on_bad_shard: OnBadShard = "stop",
     ) -> None:
         """`separate` has rows read by a process of their own; if not given, beside a GPU."""
         self._cache, self._schedule = cache, schedule
         self._rule, self._row, self._start = rule, row, start
         self._share, self._threads = share or Share(), threads
         self._device, self._dtype = device, dtype
+        self._on_bad_shard: OnBadShard = on_bad_shard
         self._separate = device.type == "cuda" if separate is None else separate
         self._queue: queue.Queue[
             tuple[Batch | None, StepEnd | None, torch.cuda.Event | None] | BaseException | None
@@ -169,6 +172,7 @@ class Loader:
             start=self._start,
             share=self._share,
             static=self._device.type == "cuda",
+            on_bad_shard=self._on_bad_shard,
         )
         for read, end in reader.parts(lambda n: RowSpace(arrays=row_arrays(shapes, n))):
             yield (self._to_device(read) if read is not None else None), end
@@ -183,6 +187,7 @@ class Loader:
                 threads=self._threads,
                 start=self._start,
                 share=self._share,
+                on_bad_shard=self._on_bad_shard,
             ) as process,
             _pinned(process.memory, self._device),
         ):

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,8 @@ class TrainerState:
     """shards, passes, stride, anchor rule"""
     settings: dict[str, Any]
     """settings that decide the result"""
+    skipped: list[list[int]] = field(default_factory=list)
+    """[document, pass] of what could not be read, and was left out of its row"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -352,6 +352,9 @@ class FitConfig:
     """Continue the last checkpoint in run_dir."""
     allow_partial: bool = False
     """Train on the published shards of an unfinished cache; says so and records which."""
+    on_bad_shard: Literal["stop", "skip"] = "stop"
+    """At documents whose states cannot be read: stop after a checkpoint, or go on without them and
+    record which."""
     checkpoint_every: int = 1000
     """Optimizer steps between checkpoints, which wait for the next meeting of the ranks; the last
     step always writes one."""

@@ -23,6 +23,7 @@ from hscache.progress import Progress
 from hscache.report import format_table
 from hscache.settings import to_dict
 from hscache.signals import stop_requested
+from trainer.bad_shards import describe_skipped
 from trainer.batches import Batch, Loader, StepEnd
 from trainer.checkpoint import mark_best
 from trainer.checkpoint_writer import CheckpointWriter
@@ -69,6 +70,7 @@ def train(run: RunPlan, training: Training, device: torch.device, saved: Path | 
         share=Share(
             rank=ranks.rank, num_ranks=ranks.num_ranks, rows_per_step=config.global_batch_rows
         ),
+        on_bad_shard=config.on_bad_shard,
     )
     progress = Progress(
         run.total_tokens,
@@ -248,15 +250,23 @@ class _Loop:
             self._shown |= self._watch.look(self._training, saving=saving)
 
     def _save(self) -> None:
+        self._agree_on_skipped()
         self._writer.finish()  # it may still be about to mark another one as the best
         best = self._watch is not None and self._watch.is_best(self._training)
         self._saved = save_training(self._run, self._training, self._writer, best=best)
         self._saved_step = self._training.step
 
+    def _agree_on_skipped(self) -> None:
+        if self._run.config.on_bad_shard == "skip":
+            self._training.agree_on_skipped()
+
     def _log(self) -> None:
         """Write a line of metrics and start a new window."""
         training, ranks = self._training, self._ranks
         training.require_equal_weights()
+        self._agree_on_skipped()
+        if self._run.config.on_bad_shard == "skip":
+            self._shown["skipped"] = str(len(training.skipped))
         values = training.window.values(self._loader.wait_s)
         if self._metrics is not None:
             self._metrics.log(
@@ -267,15 +277,21 @@ class _Loop:
                     "train/lr": training.rate,
                     "train/tokens": training.tokens,
                     "train/empty_windows": training.empty_windows,
+                    **self._skipped(),
                 },
             )
         training.window, training.logged_step = Window(), training.step
         self._loader.wait_s = ranks.wait_s = 0.0
         loss = values["train/loss"]
-        self._shown = {
+        self._shown |= {
             "loss": "-" if loss is None else f"{loss:.3f}",
             "lr": f"{training.rate:.1e}",
         }
+
+    def _skipped(self) -> dict[str, int]:
+        if self._run.config.on_bad_shard == "stop":
+            return {}
+        return {"train/skipped_documents": len(self._training.skipped)}
 
     def _halt(self, found: list[list[int]]) -> None:
         """Save what all ranks have reached and raise; `found` are their states and signals."""
@@ -312,7 +328,14 @@ def _summary(
             ["tokens", f"{training.tokens:,} context tokens, {training.anchors:,} anchors"],
             ["tokens/s", f"{rate:,.0f}"],
             ["updates skipped", f"{training.empty_windows} (nothing supervised)"],
+            *_describe_skipped(run, training),
             *held_out,
             ["checkpoint", str(saved)],
         ],
     )
+
+
+def _describe_skipped(run: RunPlan, training: Training) -> list[list[str]]:
+    if run.config.on_bad_shard == "stop" and not training.skipped:
+        return []
+    return [["documents skipped", describe_skipped(run.cache, training.skipped)]]

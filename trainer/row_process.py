@@ -25,6 +25,7 @@ from types import TracebackType
 from hscache.errors import HscacheError
 from hscache.planes import Codec
 from hscache.reader import Cache, open_cache
+from trainer.bad_shards import OnBadShard
 from trainer.row_reader import (
     ROWS_DECODING,
     ReadRow,
@@ -56,6 +57,7 @@ class _Task:
     threads: int
     start: Position
     share: Share
+    on_bad_shard: OnBadShard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +81,11 @@ class RowProcess:
         threads: int,
         start: Position,
         share: Share,
+        on_bad_shard: OnBadShard = "stop",
     ) -> None:
         self._task = _Task(
             cache=cache.path, schedule=schedule, rule=rule, row=row, threads=threads, start=start,
-            share=share,
+            share=share, on_bad_shard=on_bad_shard,
         )  # fmt: skip
         self._shapes = stored_shapes(cache, last_hidden=row.soft_labels)
         self.slot_bytes = row_bytes(self._shapes, row.row_tokens)
@@ -193,6 +196,7 @@ def serve(connection: Connection, file: int) -> None:
         start=task.start,
         share=task.share,
         static=True,
+        on_bad_shard=task.on_bad_shard,
     )
     for read, end in reader.parts(space):
         sent = None

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hscache.errors import HscacheError
 from hscache.planes import Codec
 from hscache.reader import Cache
 from trainer.anchors import sample_slots
+from trainer.bad_shards import BadShards, OnBadShard, Skipped, without
 from trainer.rows import FloatArray, Row, RowDocument, build_row, decayed_weights
 from trainer.schedule import AnchorRule, Position, RowPlan, Schedule, Share, positions, tick_rows
 from trainer.state_arrays import clear_from, rows_of
@@ -32,6 +34,10 @@ class StepEnd:
     position: Position
     num_tokens: int
     num_anchors: int
+    skipped: tuple[Skipped, ...] = ()
+    """documents of this rank's rows that could not be read"""
+    skipped_tokens: int = 0
+    """in them; `num_tokens` counts them too, for the schedule goes by what was planned"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +77,11 @@ class ReadRow:
 
 @dataclass(frozen=True, kw_only=True)
 class _Decoding:
-    read: ReadRow
-    pieces: list[Future[None]]
+    plan: RowPlan
+    read: ReadRow | None = None
+    """None if none of its documents can be read"""
+    pieces: Sequence[Future[None]] = ()
+    skipped: tuple[Skipped, ...] = ()
 
 
 class RowReader:
@@ -89,8 +98,12 @@ class RowReader:
         start: Position,
         share: Share,
         static: bool,
+        on_bad_shard: OnBadShard = "stop",
     ) -> None:
         """`static` gives all rows the memory of a full one, cleared behind the last token."""
+        self._bad = BadShards(cache, on_bad_shard)
+        self._skipped: list[Skipped] = []
+        self._spare: list[RowSpace] = []
         self._cache, self._schedule = cache, schedule
         self._rule, self._row, self._start = rule, row, start
         self._share, self._ahead = share, frozenset(start.ahead)
@@ -103,7 +116,8 @@ class RowReader:
 
         `space` gives memory for the states of so many tokens; when it is asked, at most
         `ROWS_DECODING` rows before are still being decoded. Raises ShardCorruptError,
-        or CacheIncompleteError for a shard that is gone.
+        or CacheIncompleteError for a shard that is gone, unless such documents are skipped: then a
+        row comes without them, and the end of its step names them.
         """
         coming: deque[_Decoding | StepEnd] = deque()
         with ThreadPoolExecutor(self._threads) as pool:
@@ -116,9 +130,9 @@ class RowReader:
                     isinstance(coming[0], StepEnd)
                     or sum(isinstance(one, _Decoding) for one in coming) > ROWS_DECODING
                 ):
-                    yield self._take(coming)
+                    yield from self._take(coming, pool)
             while coming:
-                yield self._take(coming)
+                yield from self._take(coming, pool)
 
     def _own_rows(self) -> Iterator[tuple[RowPlan, Position] | StepEnd]:
         """Yield this rank's rows, and the end of every step that has rows of any rank."""
@@ -147,14 +161,14 @@ class RowReader:
             if start.tick < tick:  # the tick before had no rows
                 start = Position(rows=start.rows, tick=tick)
             visits = self._schedule.visits(tick)
-            shards = [self._cache.shard(visit.shard) for visit in visits]
+            quarantined = [self._bad.quarantined(visit.shard) for visit in visits]
             rows = tick_rows(
                 self._cache.plan,
                 visits,
                 self._rule,
                 tick=tick,
                 row_tokens=self._row.row_tokens,
-                skip=frozenset(q.document for shard in shards for q in shard.manifest.quarantined),
+                skip=frozenset().union(*quarantined),
             )
             after = positions(len(rows), start)
             for row, position in zip(rows[start.row_in_tick :], after, strict=True):
@@ -167,6 +181,24 @@ class RowReader:
         position: Position,
         pool: ThreadPoolExecutor,
         space: Callable[[int], RowSpace],
+    ) -> _Decoding:
+        plan, skipped = self._bad.openable(plan)
+        if not plan.documents:
+            return _Decoding(plan=plan, skipped=skipped)
+        if self._spare:
+            own = self._spare.pop()
+        else:
+            num_tokens = int(self._cache.plan.lengths[list(plan.documents)].sum())
+            own = space(self._row.row_tokens if self._static else num_tokens)
+        return self._decode(plan, position, pool, own, skipped)
+
+    def _decode(
+        self,
+        plan: RowPlan,
+        position: Position,
+        pool: ThreadPoolExecutor,
+        own: RowSpace,
+        skipped: tuple[Skipped, ...],
     ) -> _Decoding:
         documents = [
             RowDocument(
@@ -185,7 +217,6 @@ class RowReader:
             slot_weights=self._slot_weights(plan),
         )
         shard_of = [self._cache.shard(int(self._cache.plan.shards[d])) for d in plan.documents]
-        own = space(self._row.row_tokens if self._static else row.num_tokens)
         clear_from(own.arrays, row.num_tokens)
         pieces = [
             pool.submit(shard.read_arrays, document, rows_of(own.arrays, start, stop))
@@ -194,21 +225,47 @@ class RowReader:
             )
         ]
         codec = self._cache.identity.encoding.codec
-        return _Decoding(
-            read=ReadRow(row=row, space=own, codec=codec, position=position), pieces=pieces
-        )
+        read = ReadRow(row=row, space=own, codec=codec, position=position)
+        return _Decoding(plan=plan, read=read, pieces=pieces, skipped=skipped)
 
-    def _take(self, coming: deque[_Decoding | StepEnd]) -> tuple[ReadRow | None, StepEnd | None]:
+    def _take(
+        self, coming: deque[_Decoding | StepEnd], pool: ThreadPoolExecutor
+    ) -> Iterator[tuple[ReadRow | None, StepEnd | None]]:
+        """Yield the first part; nothing if it is a row of which nothing can be read."""
         first = coming.popleft()
-        if isinstance(first, StepEnd):
-            return None, first
-        # An end follows its last row at once, so it is here already if there is one.
-        end = coming[0] if coming and isinstance(coming[0], StepEnd) else None
-        if end is not None:
-            coming.popleft()
-        for piece in first.pieces:
-            piece.result()
-        return first.read, end
+        read, end = None, first if isinstance(first, StepEnd) else None
+        if isinstance(first, _Decoding):
+            read = self._finish(first, pool)
+            # An end follows its last row at once, so it is here already if there is one.
+            if coming and isinstance(coming[0], StepEnd):
+                end = coming[0]
+                coming.popleft()
+        if end is not None and self._skipped:
+            lost = self._cache.plan.lengths[[document for document, _ in self._skipped]].sum()
+            end = replace(end, skipped=tuple(self._skipped), skipped_tokens=int(lost))
+            self._skipped = []
+        if read is not None or end is not None:
+            yield read, end
+
+    def _finish(self, decoding: _Decoding, pool: ThreadPoolExecutor) -> ReadRow | None:
+        """Wait for a row's states; what cannot be read is left out, and the rest is read again."""
+        self._skipped += decoding.skipped
+        while (read := decoding.read) is not None:
+            errors = {}
+            for place, piece in enumerate(decoding.pieces):
+                try:
+                    piece.result()
+                except HscacheError as error:
+                    errors[place] = error
+            if not errors:
+                break
+            self._skipped += self._bad.lose(decoding.plan, errors)
+            rest = without(decoding.plan, errors)
+            if not rest.documents:
+                self._spare += [read.space] if self._static else []
+                return None
+            decoding = self._decode(rest, read.position, pool, read.space, ())
+        return read
 
     def _slot_weights(self, plan: RowPlan) -> list[FloatArray]:
         weights_K = decayed_weights(self._row.block_size, self._row.gamma)

@@ -19,6 +19,7 @@ from hscache.reader import Cache, Document, open_cache
 from hscache.report import format_bytes, format_table
 from trainer.anchors import coverage, valid_anchors
 from trainer.attention import training_backend
+from trainer.bad_shards import manifest_or_none
 from trainer.batches import RowSettings
 from trainer.checkpoint import checkpoint_bytes
 from trainer.config import DrafterConfig, FitConfig, LossConfig, num_parameters
@@ -68,7 +69,7 @@ def plan_run(config: FitConfig, *, recorded_shards: Collection[int] | None = Non
             f"loss.labels soft needs the target's last hidden states, which {cache.path} does not "
             "hold. Produce a cache with --target.last-hidden true, or train with hard labels."
         )
-    documents = _training_documents(cache, config.allow_partial, recorded_shards)
+    documents = _training_documents(cache, config, recorded_shards)
     shards = tuple(documents)
     rows = [row for shard in shards for row in documents[shard]]
     plan = cache.plan
@@ -139,13 +140,18 @@ def _held_out(cache: Cache, config: FitConfig) -> tuple[Document, ...]:
 
 
 def _training_documents(
-    cache: Cache, allow_partial: bool, recorded_shards: Collection[int] | None
+    cache: Cache, config: FitConfig, recorded_shards: Collection[int] | None
 ) -> dict[int, list[int]]:
     # The plan rows with states of each training shard that has any; shards ascend.
     wanted = cache.plan.training_shards
     published = set(cache.published_shards())
-    manifests = {shard: cache.shard_manifest(shard) for shard in wanted if shard in published}
-    present = {shard: m for shard, m in manifests.items() if m.state != "freed"}
+    allow_partial = config.allow_partial
+    manifests = {
+        shard: manifest_or_none(cache, shard, config.on_bad_shard)
+        for shard in wanted
+        if shard in published
+    }
+    present = {shard: m for shard, m in manifests.items() if m is None or m.state != "freed"}
     missing = [shard for shard in wanted if shard not in present]
     num_freed = len(manifests) - len(present)
     counts = f"{len(present)} of {len(wanted)} training shards are there"
@@ -158,7 +164,7 @@ def _training_documents(
         )
     if allow_partial and recorded_shards is not None:
         present = {shard: m for shard, m in present.items() if shard in recorded_shards}
-    usable = {shard: m for shard, m in present.items() if m.num_documents > 0}
+    usable = {shard: m for shard, m in present.items() if m is None or m.num_documents > 0}
     if not usable:
         raise CacheIncompleteError(
             f"{cache.path} has nothing to train on: {counts}, none with a document in it. Let "
@@ -170,7 +176,9 @@ def _training_documents(
             "which",
             len(usable), len(wanted), 100 * len(usable) / len(wanted),
         )  # fmt: skip
-    quarantined = {shard: {q.document for q in m.quarantined} for shard, m in usable.items()}
+    quarantined = {
+        shard: {q.document for q in m.quarantined} if m else set() for shard, m in usable.items()
+    }
     return {
         shard: [row for row in cache.plan.shard_documents(shard) if row not in quarantined[shard]]
         for shard in usable

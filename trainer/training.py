@@ -20,6 +20,7 @@ from hscache.errors import CacheMismatchError, HscacheError
 from hscache.manifest import identity_diff
 from hscache.settings import to_dict
 from trainer.attention import Backend, training_backend
+from trainer.bad_shards import Skipped, gather_skipped
 from trainer.batches import Batch, StepEnd
 from trainer.checkpoint import (
     TrainerState,
@@ -99,6 +100,10 @@ class Training:
     window: Window = field(default_factory=Window)
     logged_step: int = 0
     """the step of the last line of metrics"""
+    skipped: list[Skipped] = field(default_factory=list)
+    """what could not be read, over all ranks, when they last agreed on it"""
+    newly_skipped: list[Skipped] = field(default_factory=list)
+    """what this rank could not read since then"""
 
     def __post_init__(self) -> None:
         self.optimizers = make_optimizers(self.masters.parameters, self.optim, self.masters.lowered)
@@ -141,6 +146,7 @@ class Training:
             num_anchors=sum(batch.num_anchors for batch in rows),
         )
         self.step += 1
+        self.newly_skipped += end.skipped
         self._reached = end.position
         self.position = joint_position([end.position], self._start)
         self.tokens += end.num_tokens
@@ -166,7 +172,7 @@ class Training:
             )
             return
         self.work.num_steps += 1
-        self.work.tokens += sum(batch.num_tokens for batch in rows)
+        self.work.tokens += sum(batch.num_tokens for batch in rows) + end.skipped_tokens
         self.work.anchors += sum(batch.num_anchors for batch in rows)
         self.work.weight_sum += weight_sum
         self.work.num_scored += num_scored
@@ -280,6 +286,12 @@ class Training:
         all_R3 = self.ranks.gather_tensor(own)
         return torch.cat([all_R3[:, :2].sum(0), all_R3[:, 2:].amax(0)])
 
+    def agree_on_skipped(self) -> None:
+        """Let every rank know what any has skipped; all must come."""
+        found = gather_skipped(self.newly_skipped, self.ranks)
+        self.skipped = sorted([*self.skipped, *found])
+        self.newly_skipped = []
+
     def require_equal_weights(self) -> None:
         """Raise HscacheError when the ranks' weights differ (waits for the device)."""
         if self.ranks.alone:
@@ -368,6 +380,7 @@ def resume_training(
     training.empty_windows = found.empty_windows
     training.window = Window(StepFigures(**figures) for figures in found.window)
     training.logged_step = found.logged_step
+    training.skipped = [(document, pass_index) for document, pass_index in found.skipped]
     training.begin()
     return training
 
@@ -405,6 +418,7 @@ def training_state(run: RunPlan, training: Training) -> TrainerState:
             "packing": PACKING,
         },
         settings=settings,
+        skipped=[list(pair) for pair in training.skipped],
     )
 
 
