@@ -37,6 +37,10 @@ class ShardCorruptError(HscacheError):
     """Bytes on disk are not the bytes that were written."""
 
 
+class CacheUnreadableError(HscacheError):
+    """A file cannot be read here and now, which says nothing about its bytes."""
+
+
 class DiskFullError(HscacheError, OSError):
     """No bytes or inodes are left where something had to be written."""
 

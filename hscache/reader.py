@@ -30,7 +30,7 @@ from hscache.manifest import (
 )
 from hscache.plan import Plan
 from hscache.planes import ARRAYS, Bits, decode
-from hscache.zarr_reader import ZarrArrayReader, refuse_link
+from hscache.zarr_reader import ZarrArrayReader, cannot_read, is_there, refuse_link
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ def open_cache(path: str | os.PathLike[str]) -> "Cache":
     """
     cache_dir = Path(path)
     root = layout.root_file(cache_dir)
-    if not root.is_file():
+    if not is_there(root):
         raise ConfigError(
             f"{cache_dir} is no hidden-state cache: {root} does not exist. Give the folder that "
             "`hscache produce --shard-dir` wrote."
@@ -101,12 +101,16 @@ class Cache:
 
     def published_shards(self) -> list[int]:
         """Return the ids of the plan's shards on disk, freed ones (tombstones) included."""
-        return [shard for shard in layout.list_shards(self.path) if shard < self.plan.num_shards]
+        try:
+            found = layout.list_shards(self.path)
+        except OSError as error:
+            raise cannot_read(layout.shards_dir(self.path), "its names", error) from error
+        return [shard for shard in found if shard < self.plan.num_shards]
 
     def shard_manifest(self, shard: int) -> ShardManifest:
         """Read a published shard's attributes and nothing else of it; raises as `shard` does."""
         where = layout.shard_dir(self.path, shard)
-        if not (where / "zarr.json").is_file():
+        if not is_there(where / "zarr.json"):
             if where.exists():
                 raise CacheIncompleteError(
                     f"{where} is no shard: it has no zarr.json. Run `hscache repair` on the cache, "

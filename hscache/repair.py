@@ -56,7 +56,9 @@ def requeue(cache: Cache, damage: Damage, *, deep: bool, dry_run: bool = False) 
     shard = damage.shard
     assert shard is not None
     claims = producers.live_claims(cache.path)
-    if shard in claims:
+    if damage.unreadable:
+        action = "left alone: it cannot be read here and now"
+    elif shard in claims:
         action = f"left to {claims[shard]}, which is making it"
     elif dry_run:
         action = "would be requeued"
@@ -70,8 +72,8 @@ def requeue(cache: Cache, damage: Damage, *, deep: bool, dry_run: bool = False) 
 def _is_still_bad(cache: Cache, damage: Damage, shard: int, deep: bool) -> bool:
     """Look once more: a check of terabytes takes hours, in which others may have worked here."""
     fresh = open_cache(cache.path)
-    if check_shard(fresh, shard, deep):
-        return True
+    if found := check_shard(fresh, shard, deep):
+        return not found[0].unreadable
     return damage.quarantine and bool(fresh.shard_manifest(shard).quarantined)
 
 

@@ -19,13 +19,18 @@ from tokenizers import Tokenizer
 from hscache import layout
 from hscache.config import VerifyConfig
 from hscache.content import ContentCheck
-from hscache.errors import CacheIncompleteError, HscacheError, ShardCorruptError
+from hscache.errors import (
+    CacheIncompleteError,
+    CacheUnreadableError,
+    HscacheError,
+    ShardCorruptError,
+)
 from hscache.fingerprint import config_sha256, file_sha256
 from hscache.plan import Plan, corpus_sha256
 from hscache.progress import Progress, configure_logging
 from hscache.reader import Cache, open_cache
 from hscache.report import format_table
-from hscache.zarr_reader import refuse_link
+from hscache.zarr_reader import cannot_read, is_there, refuse_link
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +44,8 @@ class Damage:
     """plan rows whose states cannot be used"""
     shard: int | None = None
     """the number of the shard, if it is one"""
+    unreadable: bool = False
+    """it cannot be read here and now, which does not say that it is damaged"""
     quarantine: bool = False
     """the shard is what was written, and these documents were refused then"""
 
@@ -117,7 +124,7 @@ def _check_frozen(cache: Cache) -> None:
     try:
         found = file_sha256(path)
     except OSError as error:
-        raise ShardCorruptError(f"{path} cannot be read: {error.strerror}.") from error
+        raise cannot_read(path, "it cannot be opened", error) from error
     if found != cache.identity.states.frozen_sha256:
         raise ShardCorruptError(
             f"{path} does not have the hash that the root names. Delete frozen/ and run "
@@ -129,7 +136,9 @@ def _check_target_config(cache: Cache) -> None:
     path = layout.target_config_file(cache.path)
     try:
         same = config_sha256(json.loads(path.read_bytes())) == cache.identity.states.config_sha256
-    except (OSError, ValueError, AttributeError):
+    except OSError as error:
+        raise cannot_read(path, "it cannot be opened", error) from error
+    except (ValueError, AttributeError):
         same = False
     if not same:
         raise ShardCorruptError(
@@ -141,10 +150,12 @@ def _check_target_config(cache: Cache) -> None:
 def _check_tokenizer(cache: Cache) -> None:
     """Check the tokenizer, which `inspect` shows texts with; nothing else reads it."""
     path = layout.frozen_dir(cache.path) / "tokenizer" / "tokenizer.json"
-    if not path.parent.is_dir():  # a cache that was made without one
+    if not is_there(path.parent):  # a cache that was made without one
         return
     try:
-        text = Tokenizer.from_file(str(path)).to_str()
+        text = Tokenizer.from_buffer(path.read_bytes()).to_str()
+    except OSError as error:
+        raise cannot_read(path, "it cannot be opened", error) from error
     except Exception as error:  # the Rust library raises nothing narrower
         text = str(error)
     if hashlib.sha256(text.encode()).hexdigest() != cache.identity.states.tokenizer_sha256:
@@ -168,7 +179,7 @@ def check_shard(cache: Cache, shard: int, deep: bool) -> list[Damage]:
         missing = f"{layout.shard_dir(cache.path, shard)} has no zarr.json"
         return [Damage(part=part, shard=shard, problem=missing, documents=everything)]
     except HscacheError as error:
-        return [Damage(part=part, shard=shard, problem=str(error), documents=everything)]
+        return [_damage(shard, error, everything)]
     known = set(opened.doc_rows.tolist()) | {q.document for q in manifest.quarantined}
     if known != set(everything) or manifest.num_documents != len(opened.doc_rows):
         problem = f"it holds {len(known)} documents, and the plan gives it {len(everything)}"
@@ -181,12 +192,25 @@ def check_shard(cache: Cache, shard: int, deep: bool) -> list[Damage]:
         try:
             if wrong := content.problem(opened.captured_bits(row)):
                 problems[row] = wrong
+        except CacheUnreadableError as error:
+            return [_damage(shard, error, everything)]
         except HscacheError as error:
             problems[row] = str(error)
     if not problems:
         return []
     first = next(iter(problems.values()))
     return [Damage(part=part, shard=shard, problem=first, documents=tuple(problems))]
+
+
+def _damage(shard: int, error: HscacheError, documents: tuple[int, ...]) -> Damage:
+    unreadable = isinstance(error, CacheUnreadableError)
+    return Damage(
+        part=f"shard {shard}",
+        shard=shard,
+        problem=str(error),
+        documents=documents,
+        unreadable=unreadable,
+    )
 
 
 def _summary(cache: Cache, damaged: list[Damage], deep: bool) -> str:
@@ -200,7 +224,7 @@ def _summary(cache: Cache, damaged: list[Damage], deep: bool) -> str:
     rows = [[d.part, len(d.documents), _ranges(d.documents)] for d in damaged]
     lines.append(format_table(["damaged", "documents lost", "plan rows"], rows))
     lines += [f"{d.part}: {d.problem}" for d in damaged]
-    if any(d.shard is not None for d in damaged):
+    if any(d.shard is not None and not d.unreadable for d in damaged):
         flag = " --deep" if deep else ""
         lines.append(f"`hscache repair {cache.path}{flag}` requeues these shards")
     return "\n".join(lines)

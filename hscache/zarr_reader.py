@@ -5,6 +5,7 @@ column of them. What is damaged, cut or forged is refused by file and reason bef
 used.
 """
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -14,7 +15,7 @@ import numcodecs.zstd
 import numpy as np
 import zstandard
 
-from hscache.errors import ShardCorruptError
+from hscache.errors import CacheUnreadableError, HscacheError, ShardCorruptError
 from hscache.zarr_array import (
     CHECKSUM_BYTES,
     ArrayLayout,
@@ -160,7 +161,7 @@ def _decompress(frame: memoryview, expected: int, path: Path, number: int) -> me
 
 def refuse_link(path: Path) -> None:
     """Raise ShardCorruptError if a folder of the cache is a link: it may lead out of the cache."""
-    if path.is_symlink():
+    if os.path.islink(path):  # unlike Path.is_symlink it is quiet about what may not be looked at
         raise _corrupt(path, "it is a link, and a cache has none; link to the whole cache instead")
 
 
@@ -169,11 +170,22 @@ def _open_regular(path: Path) -> int:
         # without O_NONBLOCK a pipe in a file's place would wait for a writer for ever
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        raise _corrupt(path, f"it cannot be opened ({error.strerror})") from error
+        raise cannot_read(path, "it cannot be opened", error) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise _corrupt(path, "it is no regular file")
     return descriptor
+
+
+def is_there(path: Path) -> bool:
+    """Say whether a file exists; raises CacheUnreadableError where nobody may look."""
+    try:
+        path.stat()
+    except OSError as error:
+        if (failure := cannot_read(path, "", error)) and isinstance(failure, CacheUnreadableError):
+            raise failure from error
+        return False
+    return True
 
 
 def read_small_file(path: Path, limit_bytes: int = 1 << 26) -> bytes:
@@ -194,13 +206,30 @@ def _pread(descriptor: int, size: int, offset: int, path: Path) -> bytes:
         try:
             part = os.pread(descriptor, size, offset)
         except OSError as error:
-            raise _corrupt(path, f"reading at {offset:,} failed ({error.strerror})") from error
+            raise cannot_read(path, f"reading at {offset:,} failed", error) from error
         if not part:
             raise _corrupt(path, f"it ends at {offset:,}, {size:,} bytes early")
         parts.append(part)
         size -= len(part)
         offset += len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+_HERE_AND_NOW = (
+    errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE,
+    errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN,
+)  # fmt: skip
+"""What fails for reasons outside of the file: to take it for damage would cost sound shards."""
+
+
+def cannot_read(path: Path, what: str, error: OSError) -> HscacheError:
+    """Return the error to raise: a damaged file, or one that is not to be read here and now."""
+    if error.errno not in _HERE_AND_NOW:
+        return _corrupt(path, f"{what} ({error.strerror})")
+    return CacheUnreadableError(
+        f"{path} cannot be read here and now: {error.strerror}. That does not say that it is "
+        "damaged: read it as a user who may, from a machine that can, with enough open files."
+    )
 
 
 def _corrupt(path: Path, what: str) -> ShardCorruptError:

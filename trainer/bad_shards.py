@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from hscache.content import count_seen
-from hscache.errors import HscacheError
+from hscache.errors import CacheUnreadableError, HscacheError
 from hscache.manifest import ShardManifest
 from hscache.reader import Cache
 from trainer.schedule import RowPlan
@@ -46,6 +46,8 @@ class BadShards:
         """
         try:
             return frozenset(q.document for q in self._cache.shard(shard).manifest.quarantined)
+        except CacheUnreadableError:
+            raise
         except HscacheError:
             if self._policy == "stop":
                 raise
@@ -68,11 +70,13 @@ class BadShards:
     def lose(self, plan: RowPlan, errors: dict[int, HscacheError]) -> list[Skipped]:
         """Take note of documents that cannot be read; `errors` has their places in the row.
 
-        Raises the first error when the run is to stop at bad shards, and HscacheError when so much
-        is lost that going on would be no training.
+        Raises the first error when the run is to stop at bad shards, or when a file could be sound
+        but not be read now, and HscacheError when so much is lost that going on would be no
+        training.
         """
-        if self._policy == "stop":
-            raise errors[min(errors)]
+        for place in sorted(errors):
+            if self._policy == "stop" or isinstance(errors[place], CacheUnreadableError):
+                raise errors[place]
         lost: dict[int, list[int]] = {}
         for place in sorted(errors):
             shard = int(self._cache.plan.shards[plan.documents[place]])
@@ -111,6 +115,8 @@ def manifest_or_none(cache: Cache, shard: int, policy: OnBadShard) -> ShardManif
     """Read a shard's attributes; None, and a warning, if they are damaged and may be skipped."""
     try:
         return cache.shard_manifest(shard)
+    except CacheUnreadableError:
+        raise
     except HscacheError as error:
         if policy == "stop":
             raise

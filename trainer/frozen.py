@@ -19,6 +19,7 @@ from hscache.errors import CacheMismatchError, ConfigError, ShardCorruptError
 from hscache.fingerprint import config_sha256, file_sha256
 from hscache.layout import frozen_weights, target_config_file
 from hscache.reader import Cache
+from hscache.zarr_reader import cannot_read, is_there
 from trainer.config import DrafterConfig, DrafterShape
 
 
@@ -58,7 +59,11 @@ def load_frozen(cache: Cache) -> FrozenTarget:
     Raises ShardCorruptError when the file is not the one the cache's identity names.
     """
     path = _weights_file(cache)
-    if file_sha256(path) != cache.identity.states.frozen_sha256:
+    try:
+        found = file_sha256(path)
+    except OSError as error:
+        raise cannot_read(path, "it cannot be opened", error) from error
+    if found != cache.identity.states.frozen_sha256:
         raise ShardCorruptError(
             f"{path} does not have the hash that the cache's identity names: it was damaged or "
             "replaced. Delete frozen/ and run `hscache produce` again."
@@ -87,6 +92,8 @@ def head_is_tied(cache: Cache) -> bool:
     try:
         with safe_open(path, framework="pt") as tensors:
             return tensors.metadata()["head"] == "tied"
+    except OSError as error:
+        raise cannot_read(path, "it cannot be opened", error) from error
     except SafetensorError as error:
         raise ShardCorruptError(
             f"{path} is damaged ({error}). Delete frozen/ and run `hscache produce` again."
@@ -95,7 +102,7 @@ def head_is_tied(cache: Cache) -> bool:
 
 def _weights_file(cache: Cache) -> Path:
     path = frozen_weights(cache.path)
-    if not path.is_file():
+    if not is_there(path):
         raise ShardCorruptError(f"{path} is missing; run `hscache produce` again to restore it.")
     return path
 
@@ -118,6 +125,7 @@ def target_config(cache: Cache) -> dict[str, Any]:
     """
     path = target_config_file(cache.path)
     try:
+        is_there(path)  # or it raises that nobody may look
         config = json.loads(path.read_bytes())
         same = config_sha256(config) == cache.identity.states.config_sha256
     except (OSError, ValueError, AttributeError):
