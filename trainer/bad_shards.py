@@ -16,6 +16,7 @@ from hscache.content import count_seen
 from hscache.errors import CacheUnreadableError, HscacheError
 from hscache.manifest import ShardManifest
 from hscache.reader import Cache
+from trainer.cache_set import CacheSet
 from trainer.schedule import RowPlan
 
 if TYPE_CHECKING:
@@ -144,8 +145,14 @@ def describe_skipped(cache: Cache, skipped: Iterable[Skipped]) -> str:
     documents = sorted({document for document, _ in skipped})
     if not documents:
         return "none"
-    shards = sorted({int(cache.plan.shards[document]) for document in documents})
-    text = ", ".join(map(str, documents[:12])) + (", ..." if len(documents) > 12 else "")
+    shards: set[str] = set()
+    names = []
+    for document in documents:
+        one, row = cache.whose(document) if isinstance(cache, CacheSet) else (cache, document)
+        folder = f"{one.path} " if isinstance(cache, CacheSet) else ""
+        shards.add(f"{folder}{one.plan.shards[row]}")
+        names.append(f"{folder}{row}")
+    text = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
     return (
-        f"{len(documents):,} documents of damaged shards {', '.join(map(str, shards[:12]))}: {text}"
+        f"{len(documents):,} documents of damaged shards {', '.join(sorted(shards)[:12])}: {text}"
     )

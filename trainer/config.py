@@ -315,8 +315,8 @@ class SyncConfig:
 class FitConfig:
     """Train a drafter from a cache, without the target."""
 
-    shards: Path
-    """Folder of the cache."""
+    shards: tuple[Path, ...]
+    """Folder of the cache; several if their states mean the same."""
     run_dir: Path
     """Where checkpoints, metrics.jsonl and the resolved config go."""
     drafter: DrafterShape
@@ -329,6 +329,9 @@ class FitConfig:
     """Several ranks (torchrun, accelerate launch, srun)."""
     passes: int = 6
     """How often every training shard is read, each time with fresh anchors."""
+    weights: tuple[float, ...] = ()
+    """With several caches: factor on the passes of each; with 6 passes and weights 1 0.5 the second
+    is read 3 times. All 1 if not given."""
     row_tokens: int = 4096
     """Context tokens in a row; at least the cache's longest document."""
     anchors_per_row: int = 512
@@ -374,6 +377,22 @@ class FitConfig:
     """Also report to one of accelerate's trackers."""
 
     def __post_init__(self) -> None:
+        shards = (self.shards,) if isinstance(self.shards, Path) else tuple(self.shards)
+        object.__setattr__(self, "shards", shards)
+        if not shards:
+            raise ConfigError("shards is empty: name the folder of a cache.")
+        if self.weights and len(shards) == 1:
+            raise ConfigError("weights: one cache needs none; passes says how often it is read.")
+        if self.weights and len(self.weights) != len(shards):
+            raise ConfigError(
+                f"weights: found {len(self.weights)}, expected one for each of the {len(shards)} "
+                "caches in shards, in their order."
+            )
+        if not all(0 < weight < math.inf for weight in self.weights):
+            raise ConfigError(
+                f"weights: found {list(self.weights)}, expected numbers above 0; leave a cache "
+                "that is not to be read out of shards."
+            )
         for name in (
             "passes", "row_tokens", "anchors_per_row", "global_batch_rows", "threads",
             "checkpoint_every", "keep_checkpoints", "log_every", "eval_documents",

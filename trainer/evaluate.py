@@ -238,7 +238,8 @@ def _compare_with_training(checkpoint: Path, cache: Cache) -> None:
             + "\n".join(lines)
             + "\nEvaluate it on the cache it was trained on, or on one of the same states."
         )
-    if trained["content"] != here["content"]:
+    corpora = [one["content"] for one in (trained, *trained.get("more", {}).values())]
+    if here["content"] not in corpora:
         log.warning(
             "%s was trained on another corpus than %s: what is held out here may have been "
             "trained on",

@@ -168,11 +168,12 @@ def _warn_of_waste(config: FitConfig, num_ranks: int) -> None:
 
 
 def _starting_point(config: FitConfig) -> Path | None:
-    if config.run_dir.resolve().is_relative_to(config.shards.resolve()):
-        raise ConfigError(
-            f"run_dir {config.run_dir} lies in the cache {config.shards}, where producers and "
-            "readers expect their own files only. Give a folder outside of it."
-        )
+    for shards in config.shards:
+        if config.run_dir.resolve().is_relative_to(shards.resolve()):
+            raise ConfigError(
+                f"run_dir {config.run_dir} lies in the cache {shards}, where producers and "
+                "readers expect their own files only. Give a folder outside of it."
+            )
     checkpoints = list_checkpoints(config.run_dir)
     if config.resume and not checkpoints:
         raise ConfigError(f"--resume: {config.run_dir} has no checkpoint to continue from.")

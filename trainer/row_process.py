@@ -24,8 +24,9 @@ from types import TracebackType
 
 from hscache.errors import HscacheError
 from hscache.planes import Codec
-from hscache.reader import Cache, open_cache
+from hscache.reader import Cache
 from trainer.bad_shards import OnBadShard
+from trainer.cache_set import open_caches, paths_of
 from trainer.row_reader import (
     ROWS_DECODING,
     ReadRow,
@@ -50,7 +51,7 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class _Task:
-    cache: Path
+    caches: tuple[Path, ...]
     schedule: Schedule
     rule: AnchorRule
     row: RowSettings
@@ -84,8 +85,8 @@ class RowProcess:
         on_bad_shard: OnBadShard = "stop",
     ) -> None:
         self._task = _Task(
-            cache=cache.path, schedule=schedule, rule=rule, row=row, threads=threads, start=start,
-            share=share, on_bad_shard=on_bad_shard,
+            caches=paths_of(cache), schedule=schedule, rule=rule, row=row, threads=threads,
+            start=start, share=share, on_bad_shard=on_bad_shard,
         )  # fmt: skip
         self._shapes = stored_shapes(cache, last_hidden=row.soft_labels)
         self.slot_bytes = row_bytes(self._shapes, row.row_tokens)
@@ -175,7 +176,7 @@ def _slots(memory: mmap.mmap, shapes: Shapes, row_tokens: int) -> list[RowSpace]
 def serve(connection: Connection, file: int) -> None:
     """Read rows for the process at the other end until it is gone; raises EOFError then."""
     task: _Task = connection.recv()
-    cache = open_cache(task.cache)
+    cache = open_caches(task.caches)
     shapes = stored_shapes(cache, last_hidden=task.row.soft_labels)
     size = _SLOTS * row_bytes(shapes, task.row.row_tokens)
     free = _slots(mmap.mmap(file, size), shapes, task.row.row_tokens)

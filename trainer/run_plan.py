@@ -15,17 +15,19 @@ import torch
 
 from hscache.device import DTYPES
 from hscache.errors import CacheIncompleteError, ConfigError
-from hscache.reader import Cache, Document, open_cache
+from hscache.reader import Cache, Document
 from hscache.report import format_bytes, format_table
 from trainer.anchors import coverage, valid_anchors
 from trainer.attention import training_backend
 from trainer.bad_shards import manifest_or_none
 from trainer.batches import RowSettings
+from trainer.cache_set import CacheSet, folder_of, in_turns, open_caches
 from trainer.checkpoint import checkpoint_bytes
 from trainer.config import DrafterConfig, FitConfig, LossConfig, num_parameters
 from trainer.frozen import drafter_config, head_is_tied
 from trainer.held_out import choose_documents
 from trainer.memory import RunMemory, describe_memory, predict_memory, require_gpu_memory
+from trainer.mixture import MixedSchedule, describe_mixture, mixed_rule, mixed_tokens
 from trainer.rows import decayed_weights
 from trainer.schedule import AnchorRule, Schedule, anchor_rule, expected_tokens
 
@@ -61,7 +63,7 @@ def plan_run(config: FitConfig, *, recorded_shards: Collection[int] | None = Non
     cache without `allow_partial`, DataError when nothing is supervised, ConfigError and
     CacheMismatchError for settings that cannot work.
     """
-    cache = open_cache(config.shards)
+    cache = open_caches(config.shards)
     drafter = drafter_config(config.drafter, cache)
     gamma = _gamma(config.loss, drafter.block_size)
     if config.loss.labels == "soft" and not cache.identity.states.last_hidden:
@@ -69,30 +71,28 @@ def plan_run(config: FitConfig, *, recorded_shards: Collection[int] | None = Non
             f"loss.labels soft needs the target's last hidden states, which {cache.path} does not "
             "hold. Produce a cache with --target.last-hidden true, or train with hard labels."
         )
+    if isinstance(cache, CacheSet):
+        for one in cache.caches:  # so that a message names the cache
+            _training_documents(one, config, None)
     documents = _training_documents(cache, config, recorded_shards)
     shards = tuple(documents)
     rows = [row for shard in shards for row in documents[shard]]
     plan = cache.plan
-    longest = int(plan.lengths[rows].max())
-    if longest > config.row_tokens:
+    longest = max(rows, key=lambda row: int(plan.lengths[row]))
+    if plan.lengths[longest] > config.row_tokens:
         raise ConfigError(
-            f"row_tokens is {config.row_tokens} and the longest document of {cache.path} has "
-            f"{longest} tokens. Set row_tokens to at least that."
+            f"row_tokens is {config.row_tokens} and the longest document of "
+            f"{folder_of(cache, longest)} has {plan.lengths[longest]} tokens. "
+            "Set row_tokens to at least that."
         )
-    rule = anchor_rule(
-        plan,
-        rows,
-        row_tokens=config.row_tokens,
-        anchors_per_row=config.anchors_per_row,
-        seed=config.seed,
-    )
+    schedule, rule, total_tokens = _schedule(config, cache, documents)
     sample = rows[:: max(1, len(rows) // _COVERAGE_SAMPLE)]
     weights_K = decayed_weights(drafter.block_size, gamma)
     return RunPlan(
         config=config,
         cache=cache,
         drafter=drafter,
-        schedule=Schedule(shards=shards, passes=config.passes, stride=len(shards)),
+        schedule=schedule,
         rule=rule,
         row=RowSettings(
             row_tokens=config.row_tokens,
@@ -102,7 +102,7 @@ def plan_run(config: FitConfig, *, recorded_shards: Collection[int] | None = Non
             sample_slots=config.loss.sample_slots,
             soft_labels=config.loss.labels == "soft",
         ),
-        total_tokens=round(expected_tokens(plan, rows, rule) * config.passes),
+        total_tokens=total_tokens,
         coverage=coverage(
             (plan.loss_mask(row) != 0 for row in sample),
             rate=rule.rate,
@@ -111,6 +111,33 @@ def plan_run(config: FitConfig, *, recorded_shards: Collection[int] | None = Non
         ),
         held_out=_held_out(cache, config),
     )
+
+
+def _schedule(
+    config: FitConfig, cache: Cache, documents: dict[int, list[int]]
+) -> tuple[Schedule, AnchorRule, int]:
+    """Return the order of shards, the rule of anchors, and the tokens of the run."""
+    plan, shards = cache.plan, tuple(documents)
+    shape = {
+        "row_tokens": config.row_tokens,
+        "anchors_per_row": config.anchors_per_row,
+        "seed": config.seed,
+    }
+    if isinstance(cache, CacheSet):
+        parts = [cache.training_shards_of(index) for index in range(len(cache.caches))]
+        mixed = MixedSchedule(
+            shards=shards,
+            passes=config.passes,
+            stride=len(shards),
+            parts=tuple(tuple(shard for shard in part if shard in documents) for part in parts),
+            weights=config.weights or (1.0,) * len(parts),
+        )
+        rule = mixed_rule(plan, mixed, documents, **shape)
+        return mixed, rule, mixed_tokens(plan, mixed, documents, rule)
+    rows = [row for shard in shards for row in documents[shard]]
+    rule = anchor_rule(plan, rows, **shape)
+    schedule = Schedule(shards=shards, passes=config.passes, stride=len(shards))
+    return schedule, rule, round(expected_tokens(plan, rows, rule) * config.passes)
 
 
 def _gamma(loss: LossConfig, block_size: int) -> float | None:
@@ -128,7 +155,9 @@ def _gamma(loss: LossConfig, block_size: int) -> float | None:
 def _held_out(cache: Cache, config: FitConfig) -> tuple[Document, ...]:
     if not config.eval_every_tokens:
         return ()
-    chosen = tuple(choose_documents(cache, config.eval_documents, config.row_tokens))
+    limit = cache.plan.num_documents if isinstance(cache, CacheSet) else config.eval_documents
+    found = choose_documents(cache, limit, config.row_tokens)
+    chosen = tuple(in_turns(cache, found)[: config.eval_documents])
     if not chosen:
         log.warning(
             "%s has no held-out document with states, two supervised tokens in a row and at most "
@@ -250,11 +279,11 @@ def describe(run: RunPlan, device: torch.device, num_ranks: int = 1) -> str:
     layers = list(drafter.target_layer_ids)
     steps = -(-run.total_tokens // (config.row_tokens * config.global_batch_rows))
     return format_table(
-        ["fit", str(config.shards)],
+        ["fit", ", ".join(map(str, config.shards))],
         [
             ["drafter", f"{num_parameters(drafter):,} parameters, block {drafter.block_size}"],
             ["features", f"layers {layers} x {drafter.hidden_size}"],
-            ["shards", f"{len(run.schedule.shards)} x {config.passes} passes"],
+            *describe_mixture(run.schedule, [str(path) for path in config.shards]),
             ["tokens", f"{run.total_tokens:,} over all passes"],
             ["row", f"{config.row_tokens:,} tokens, {config.anchors_per_row} anchors"],
             ["ranks", _describe_ranks(config, num_ranks)],

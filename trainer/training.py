@@ -22,6 +22,7 @@ from hscache.settings import to_dict
 from trainer.attention import Backend, training_backend
 from trainer.bad_shards import Skipped, gather_skipped
 from trainer.batches import Batch, StepEnd
+from trainer.cache_set import identities_of
 from trainer.checkpoint import (
     TrainerState,
     load_drafter,
@@ -42,6 +43,7 @@ from trainer.frozen import FrozenTarget, initial_norm, load_frozen, target_confi
 from trainer.lowering_adamw import LoweringAdamW
 from trainer.masters import Masters
 from trainer.metrics import StepFigures, Window
+from trainer.mixture import MixedSchedule
 from trainer.optim import learning_rate, make_optimizers, step_optimizers
 from trainer.ranks import Ranks
 from trainer.row_loss import Weighting, row_loss
@@ -409,17 +411,24 @@ def training_state(run: RunPlan, training: Training) -> TrainerState:
         logged_step=training.logged_step,
         moment_ranks=0 if training.together else training.ranks.num_ranks,
         total_tokens=run.total_tokens,
-        cache=to_dict(run.cache.identity),
+        cache=identities_of(run.cache),
         schedule={
             "shards": list(run.schedule.shards),
             "passes": run.schedule.passes,
             "stride": run.schedule.stride,
             "anchor_rate": run.rule.rate,
             "packing": PACKING,
+            **_mixture(run),
         },
         settings=settings,
         skipped=[list(pair) for pair in training.skipped],
     )
+
+
+def _mixture(run: RunPlan) -> dict[str, Any]:
+    if not isinstance(run.schedule, MixedSchedule):
+        return {}
+    return {"weights": list(run.schedule.weights), "parts": [len(p) for p in run.schedule.parts]}
 
 
 def save_training(
