@@ -25,12 +25,12 @@ from hscache.errors import (
     HscacheError,
     ShardCorruptError,
 )
-from hscache.fingerprint import config_sha256, file_sha256
+from hscache.fingerprint import config_sha256
 from hscache.plan import Plan, corpus_sha256
 from hscache.progress import Progress, configure_logging
 from hscache.reader import Cache, open_cache
 from hscache.report import format_table
-from hscache.zarr_reader import cannot_read, is_there, refuse_link
+from hscache.zarr_reader import is_there, read_small_file, refuse_link, regular_sha256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,13 +119,8 @@ def _check_plan(cache: Cache, deep: bool) -> None:
 
 def _check_frozen(cache: Cache) -> None:
     path = layout.frozen_weights(cache.path)
-    for place in (path.parent, path):
-        refuse_link(place)
-    try:
-        found = file_sha256(path)
-    except OSError as error:
-        raise cannot_read(path, "it cannot be opened", error) from error
-    if found != cache.identity.states.frozen_sha256:
+    refuse_link(path.parent)
+    if regular_sha256(path) != cache.identity.states.frozen_sha256:
         raise ShardCorruptError(
             f"{path} does not have the hash that the root names. Delete frozen/ and run "
             "`hscache produce` again with the same settings."
@@ -135,10 +130,10 @@ def _check_frozen(cache: Cache) -> None:
 def _check_target_config(cache: Cache) -> None:
     path = layout.target_config_file(cache.path)
     try:
-        same = config_sha256(json.loads(path.read_bytes())) == cache.identity.states.config_sha256
-    except OSError as error:
-        raise cannot_read(path, "it cannot be opened", error) from error
-    except (ValueError, AttributeError):
+        same = config_sha256(json.loads(read_small_file(path))) == (
+            cache.identity.states.config_sha256
+        )
+    except (ShardCorruptError, ValueError, AttributeError):
         same = False
     if not same:
         raise ShardCorruptError(
@@ -153,9 +148,9 @@ def _check_tokenizer(cache: Cache) -> None:
     if not is_there(path.parent):  # a cache that was made without one
         return
     try:
-        text = Tokenizer.from_buffer(path.read_bytes()).to_str()
-    except OSError as error:
-        raise cannot_read(path, "it cannot be opened", error) from error
+        text = Tokenizer.from_buffer(read_small_file(path)).to_str()
+    except CacheUnreadableError:
+        raise
     except Exception as error:  # the Rust library raises nothing narrower
         text = str(error)
     if hashlib.sha256(text.encode()).hexdigest() != cache.identity.states.tokenizer_sha256:

@@ -6,6 +6,7 @@ used.
 """
 
 import errno
+import hashlib
 import os
 import stat
 from pathlib import Path
@@ -42,7 +43,7 @@ class ZarrArrayReader:
             raise _corrupt(folder / "zarr.json", "its checksum is not the one in the group")
         if metadata != canonical_json(layout.metadata(record.num_rows)):
             raise _corrupt(folder / "zarr.json", "it does not describe the array expected here")
-        self._descriptor = _open_regular(self.path)
+        self._descriptor = open_regular(self.path)
         try:
             found = os.fstat(self._descriptor).st_size
             if found != record.size_bytes:
@@ -165,7 +166,11 @@ def refuse_link(path: Path) -> None:
         raise _corrupt(path, "it is a link, and a cache has none; link to the whole cache instead")
 
 
-def _open_regular(path: Path) -> int:
+def open_regular(path: Path) -> int:
+    """Open a file for reading and return its descriptor; refuses links, pipes and folders.
+
+    Raises ShardCorruptError, CacheUnreadableError.
+    """
     try:
         # without O_NONBLOCK a pipe in a file's place would wait for a writer for ever
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -175,6 +180,12 @@ def _open_regular(path: Path) -> int:
         os.close(descriptor)
         raise _corrupt(path, "it is no regular file")
     return descriptor
+
+
+def regular_sha256(path: Path) -> str:
+    """Hash a file's content; raises as `open_regular`."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_there(path: Path) -> bool:
@@ -190,7 +201,7 @@ def is_there(path: Path) -> bool:
 
 def read_small_file(path: Path, limit_bytes: int = 1 << 26) -> bytes:
     """Return a metadata file's bytes; raise ShardCorruptError if it cannot be one of ours."""
-    descriptor = _open_regular(path)
+    descriptor = open_regular(path)
     try:
         size = os.fstat(descriptor).st_size
         if size > limit_bytes:
@@ -234,7 +245,7 @@ def cannot_read(path: Path, what: str, error: OSError) -> HscacheError:
 
 def _corrupt(path: Path, what: str) -> ShardCorruptError:
     return ShardCorruptError(
-        f"{path} is damaged: {what}. Run `hscache repair` on the cache (or delete plan/, if it "
-        "lies there) and then `hscache produce` again with the same settings: it remakes what is "
-        "missing and nothing else."
+        f"{path} is damaged: {what}. Run `hscache repair` on the cache (or delete plan/ or "
+        "frozen/, if it lies there) and then `hscache produce` again with the same settings: it "
+        "remakes what is missing and nothing else."
     )

@@ -3,6 +3,7 @@
 What one module alone meets is in its own test; here are those that go through the commands.
 """
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -17,9 +18,10 @@ from trainer_cache import documents, make_cache, random_bits, small_disk
 
 import hscache
 from hscache import cli, layout, zarr_reader
-from hscache.errors import CacheIncompleteError
+from hscache.errors import CacheIncompleteError, ShardCorruptError
 from hscache.verify import verify
 from hscache.writer import ShardWriter
+from trainer.frozen import head_is_tied, load_frozen, target_config
 
 TOOLS = Path(__file__).parents[1] / "tools"
 CORPUS = documents([30] * 20, held_out=(0, 1))
@@ -171,6 +173,39 @@ def test_a_reader_that_races_a_slow_writer_sees_nothing_or_everything(folder):
     thread.join()
     assert seen["nothing"]
     assert verify(hscache.open(folder), deep=True) == []
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "target_config.json"])
+@pytest.mark.parametrize("what", ["pipe", "link"])
+def test_a_pipe_or_link_among_the_frozen_parts_is_damage_and_nobody_waits(
+    folder, tmp_path, name, what
+):
+    path = layout.frozen_dir(folder) / name
+    path.rename(tmp_path / "aside")
+    os.mkfifo(path) if what == "pipe" else path.symlink_to(tmp_path / "aside")
+    errors = []
+
+    def look():
+        cache = hscache.open(folder)
+        errors.extend(damage.problem for damage in verify(cache, deep=False))
+        for read in (load_frozen, target_config, head_is_tied):
+            with contextlib.suppress(ShardCorruptError):
+                read(cache)
+                errors.append(read.__name__)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    problem, *read = errors
+    assert str(path) in problem
+    assert (
+        set(read)
+        == {
+            "weights.safetensors": {"target_config"},
+            "target_config.json": {"load_frozen", "head_is_tied"},
+        }[name]
+    )
 
 
 # full disks

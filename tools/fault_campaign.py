@@ -26,6 +26,7 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -56,7 +57,7 @@ from trainer.frozen import load_frozen, target_config
 
 HIDDEN, VOCAB, LAYER_IDS = 16, 64, (1, 3)
 SPIKE_BYTES = 64 << 20
-SLOW_S = 10.0
+SLOW_S, STUCK_S = 30.0, 60.0
 CODECS = ("lossless", "none", "bitround4", "fp8", "last_hidden")
 
 
@@ -132,8 +133,11 @@ def judge(
 ) -> tuple[str, str]:
     """Read and verify a cache with a fault; note foreign errors, memory and time in `wrong`."""
     started, before = time.perf_counter(), reset_peak()
+    signal.signal(signal.SIGALRM, _stuck)
+    signal.setitimer(signal.ITIMER_REAL, STUCK_S, 1.0)  # a read that hangs is a foreign error
     found = read_all(folder)
     damage = find_damage(folder)
+    signal.setitimer(signal.ITIMER_REAL, 0)
     if (grown := peak_bytes() - before) > SPIKE_BYTES:
         wrong["spikes"].append(f"{what}: {grown / 1e6:.0f} MB")
     if (took := time.perf_counter() - started) > SLOW_S:
@@ -150,6 +154,10 @@ def judge(
     if failed and not damage:
         return "undetected", f"{failed[0]} cannot be read, and verify finds nothing"
     return ("detected", "") if failed or damage else ("harmless", "")
+
+
+def _stuck(signum: int, frame: Any) -> None:
+    raise TimeoutError(f"nothing came in {STUCK_S:g} s")
 
 
 def read_all(folder: Path) -> dict[str, bytes | Exception]:
