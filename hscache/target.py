@@ -12,8 +12,8 @@ Axes: T tokens of a pack, L captured layers, H hidden, D head dim, N heads.
 import contextlib
 import itertools
 import json
+import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,10 +21,11 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hscache import delta_net
+from hscache import delta_net, packed_forward
 from hscache.config import TargetConfig
 from hscache.device import DTYPES, choose_device
 from hscache.frozen import check_frozen, frozen_tensors
+from hscache.pack import Pack, make_pack
 from hscache.pretrained import (
     check_layer_ids,
     is_hybrid,
@@ -35,6 +36,8 @@ from hscache.pretrained import (
     unsupported,
 )
 
+log = logging.getLogger(__name__)
+
 ATTENTION = "hscache_packed"
 
 _NOT_OURS = {"s_aux", "softcap", "sliding_window", "position_bias"}
@@ -43,20 +46,6 @@ _NOT_OURS = {"s_aux", "softcap", "sliding_window", "position_bias"}
 
 class NotPackableError(Exception):
     """The model calls our attention in a way that ours would answer wrongly."""
-
-
-@dataclass(frozen=True)
-class Pack:
-    """Boundaries of the documents of one forward pass, on the host and on the device."""
-
-    offsets: tuple[int, ...]
-    cumulative: torch.Tensor
-    """the same as int32 on the device, as varlen kernels want it"""
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest document."""
-        return max(b - a for a, b in itertools.pairwise(self.offsets))
 
 
 def packed_attention(
@@ -148,15 +137,39 @@ class Target:
         self._layers = layers
         self.frozen = frozen_tensors(model)
         ids_T = torch.arange(5) % int(self.config.vocab_size)
-        pack = Pack((0, 5), torch.tensor((0, 5), dtype=torch.int32))
+        pack = make_pack((0, 5), torch.device("cpu"))
         try:
             with delta_net.apart(self._base, pack.offsets):
                 check_frozen(model, self.frozen, ids_T, pack=pack)
         except NotPackableError as error:
             raise unsupported(self.config, f"a trial forward failed: {error}") from error
         self._base.norm = nn.Identity()  # never applied to a captured layer
-        self._base.to(self.device).eval()
+        self._fused = self._place()
         check_packing(self)
+
+    @property
+    def forward_name(self) -> str:
+        """Which code computes the states: fused (hscache.packed_forward) or transformers."""
+        return "transformers" if self._fused is None else "fused"
+
+    def _place(self) -> packed_forward.PackedForward | None:
+        """Move the decoder to its device; return the fused forward if it can run there."""
+        self._base.eval()
+        if self.device.type != "cuda":
+            self._base.to(self.device)
+            return None
+        kernels, why_not = packed_forward.kernels(), packed_forward.why_not(self._base)
+        if kernels is None:
+            why_not = "triton and fla are not both installed (pip install 'hscache[cuda]')"
+        elif self.dtype != torch.bfloat16:
+            why_not = f"its dtype is {self.dtype}"
+        if why_not is not None:
+            log.warning("transformers' own layers run the target, slower: %s", why_not)
+            self._base.to(self.device)
+            return None
+        assert kernels is not None
+        packed_forward.place(self._base, self.device)
+        return packed_forward.PackedForward(self._base, self.captured_ids, kernels)
 
     def capture(self, ids_T: torch.Tensor, offsets: Sequence[int]) -> torch.Tensor:
         """Return the states of a pack, bfloat16 [T, L, H] on the device; L counts `captured_ids`.
@@ -171,11 +184,11 @@ class Target:
     def _capture(
         self, ids_T: torch.Tensor, offsets: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
+        if self._fused is not None and self._packed:
+            return self._fused(ids_T, offsets, dtype)
         ids_T = ids_T.to(self.device)
-        lengths = torch.tensor(offsets, device=self.device).diff()
-        pack = Pack(tuple(offsets), torch.tensor(offsets, dtype=torch.int32, device=self.device))
-        starts_T = torch.repeat_interleave(torch.tensor(offsets[:-1], device=self.device), lengths)
-        positions_1T = (torch.arange(len(ids_T), device=self.device) - starts_T)[None]
+        pack = make_pack(offsets, self.device)
+        positions_1T = pack.positions_T.long()[None]
         states_TLH = torch.empty(
             (len(ids_T), len(self.captured_ids), self.config.hidden_size),
             dtype=dtype,

@@ -198,7 +198,7 @@ def test_sliding_window_models_with_the_window_off_are_welcome(tmp_path):
 
 def leaky(module, query, key, value, mask, *, pack=None, **options):
     """Attention over the whole pack, as if it were one document."""
-    whole = target_module.Pack((0, query.shape[2]), pack.cumulative)
+    whole = target_module.make_pack((0, query.shape[2]), query.device)
     return packed_attention(module, query, key, value, mask, pack=whole, **options)
 
 

@@ -23,12 +23,12 @@ import torch
 from torch._dynamo.utils import counters
 
 from hscache import __version__
+from hscache.clock import Clock, gpu_monitor
 from hscache.device import DTYPES, choose_device
 from hscache.progress import configure_logging
 from hscache.report import format_table
 from hscache.settings import to_dict
 from trainer.batches import Batch, Loader
-from trainer.clock import Clock, gpu_monitor
 from trainer.config import BenchConfig, DrafterConfig
 from trainer.flops import RowFlops, row_flops
 from trainer.run_plan import RunPlan, plan_run

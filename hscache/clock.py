@@ -62,12 +62,21 @@ class Clock:
 
 @contextmanager
 def gpu_monitor(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Sample power, clock and the reason for slowing down; fills the dict at the end."""
-    found: dict[str, Any] = {"power_w": None, "clock_mhz": None, "power_capped_share": None}
+    """Sample power, clock, use and the reason for slowing down; fills the dict at the end."""
+    found: dict[str, Any] = {
+        "power_w": None,
+        "clock_mhz": None,
+        "utilisation": None,
+        "power_capped_share": None,
+        "heat_capped_share": None,
+    }
     if device.type != "cuda":
         yield found
         return
-    query = "power.draw,clocks.sm,clocks_event_reasons.sw_power_cap"
+    query = (
+        "power.draw,clocks.sm,utilization.gpu,clocks_event_reasons.sw_power_cap,"
+        "clocks_event_reasons.sw_thermal_slowdown"
+    )
     with tempfile.TemporaryFile("w+") as samples:
         command = [
             "nvidia-smi", f"--id={device.index or 0}", f"--query-gpu={query}",
@@ -84,8 +93,10 @@ def gpu_monitor(device: torch.device) -> Iterator[dict[str, Any]]:
             process.terminate()
             process.wait()
             samples.seek(0)
-            rows = [line.strip().split(", ") for line in samples if line.count(", ") == 2]
+            rows = [line.strip().split(", ") for line in samples if line.count(", ") == 4]
     if rows:
         found["power_w"] = statistics.median(float(row[0]) for row in rows)
         found["clock_mhz"] = statistics.median(float(row[1]) for row in rows)
-        found["power_capped_share"] = statistics.mean(row[2] == "Active" for row in rows)
+        found["utilisation"] = statistics.mean(float(row[2]) for row in rows) / 100
+        found["power_capped_share"] = statistics.mean(row[3] == "Active" for row in rows)
+        found["heat_capped_share"] = statistics.mean(row[4] == "Active" for row in rows)
