@@ -169,7 +169,9 @@ class Target:
             return None
         assert kernels is not None
         packed_forward.place(self._base, self.device)
-        return packed_forward.PackedForward(self._base, self.captured_ids, kernels)
+        fused = packed_forward.PackedForward(self._base, self.captured_ids, kernels)
+        fused.warm_up()
+        return fused
 
     def capture(self, ids_T: torch.Tensor, offsets: Sequence[int]) -> torch.Tensor:
         """Return the states of a pack, bfloat16 [T, L, H] on the device; L counts `captured_ids`.
