@@ -9,6 +9,8 @@ its shard. What is wrong with all documents alike (a wrong layer, a norm applied
 pack in `target.check_packing`.
 """
 
+from dataclasses import dataclass
+
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
@@ -29,28 +31,54 @@ def count_seen(num_seen: int, num_documents: int) -> int:
     return max(num_seen, min(_SHARE_FLOOR, num_documents))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the check looks at, of one document [T, L, H]; a GPU can find it out too."""
+
+    finite: bool
+    zero_row: bool
+    """a state of zeros"""
+    flat_row: bool
+    """a state with one value in all channels"""
+    repeated: bool
+    """more than one token, and in some layer all have the same state"""
+    norms_TL: npt.NDArray[np.float32]
+
+
+def facts(bits_TLH: Bits) -> Facts:
+    """Look at a document's states, bf16 bits [T, L, H]."""
+    values = bits_TLH.view(ml_dtypes.bfloat16).astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        norms_TL = np.linalg.norm(values, axis=2)
+    return Facts(
+        finite=not ((bits_TLH & 0x7F80) == 0x7F80).any(),
+        zero_row=not (bits_TLH & 0x7FFF).any(axis=2).all(),
+        flat_row=bool((bits_TLH == bits_TLH[:, :, :1]).all(axis=2).any()),
+        repeated=len(values) > 1 and bool((bits_TLH == bits_TLH[:1]).all(axis=(0, 2)).any()),
+        norms_TL=norms_TL,
+    )
+
+
 class ContentCheck:
     """Checks the documents of one shard in order; the band depends on that order alone."""
 
     def __init__(self) -> None:
         self._medians: list[npt.NDArray[np.float64]] = []
 
-    def problem(self, bits_TLH: Bits) -> str | None:
-        """Return why a document's states [T, L, H] cannot be used; if None, remember its norms."""
-        if ((bits_TLH & 0x7F80) == 0x7F80).any():
+    def problem(self, document: Bits | Facts) -> str | None:
+        """Return why a document's states cannot be used; if None, remember its norms."""
+        found = document if isinstance(document, Facts) else facts(document)
+        if not found.finite:
             return "states that are not finite"
-        values = bits_TLH.view(ml_dtypes.bfloat16).astype(np.float32)
-        if not (bits_TLH & 0x7FFF).any(axis=2).all():
+        if found.zero_row:
             return "an all-zero state"
-        if len(values) > 1 and (bits_TLH == bits_TLH[:1]).all(axis=(0, 2)).any():
+        if found.repeated:
             return "the same state at every position"
-        if (bits_TLH == bits_TLH[:, :, :1]).all(axis=2).any():
+        if found.flat_row:
             return "a state with one value in all channels"
-        with np.errstate(over="ignore"):
-            norms_TL = np.linalg.norm(values, axis=2)
-        if not np.isfinite(norms_TL).all():
+        if not np.isfinite(found.norms_TL).all():
             return "states too large for fp32 sums"
-        norms_L = np.median(norms_TL, axis=0).astype(np.float64)
+        norms_L = np.median(found.norms_TL, axis=0).astype(np.float64)
         if len(self._medians) >= _MIN_DOCUMENTS:
             usual_L = np.median(self._medians, axis=0)
             off_L = (norms_L > NORM_FACTOR * usual_L) | (norms_L * NORM_FACTOR < usual_L)

@@ -6,6 +6,7 @@ temporary folder, and publishes by rename. A crash, an error or a full disk publ
 
 import contextlib
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +27,28 @@ from hscache.planes import Bits, encode
 from hscache.zarr_array import ZarrArrayWriter
 
 NUM_OUTLIERS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSums:
+    """Sums over the tokens of a document, from which a shard's statistics are made."""
+
+    num_tokens: int
+    squares_LH: np.ndarray
+    norms_L: np.ndarray
+    max_L: np.ndarray
+
+
+def state_sums(bits_TLH: Bits) -> StateSums:
+    """Sum a document's states, bf16 bits [T, L, H], in float64."""
+    values = bits_TLH.view(ml_dtypes.bfloat16).astype(np.float32)
+    squares = np.square(values)
+    return StateSums(
+        num_tokens=len(values),
+        squares_LH=squares.sum(axis=0, dtype=np.float64),
+        norms_L=np.sqrt(squares.sum(axis=2)).sum(axis=0, dtype=np.float64),
+        max_L=np.abs(values).max(axis=(0, 2)),
+    )
 
 
 class ShardWriter:
@@ -78,15 +101,18 @@ class ShardWriter:
 
         Where the identity says `last_hidden`, the last block's output is one more layer, the last.
         """
-        assert bits_TLH.shape[1] == len(self._captured_ids)
-        self._statistics.add(bits_TLH)
-        for name, rows in encode(bits_TLH[:, : self._num_layers], self._codec).items():
-            self._arrays[name].append(rows)
-        for bits_TH in bits_TLH[:, self._num_layers :].swapaxes(0, 1):
-            for name, rows in encode(bits_TH, self._codec).items():
-                self._arrays[layout.LAST_HIDDEN + name].append(rows)
+        self.add_encoded(document, encode(bits_TLH, self._codec), state_sums(bits_TLH))
+
+    def add_encoded(self, document: int, arrays: dict[str, np.ndarray], sums: StateSums) -> None:
+        """Append a document whose stored arrays [tokens, layers, ...] were made elsewhere."""
+        for name, rows in arrays.items():
+            assert rows.shape[:2] == (sums.num_tokens, len(self._captured_ids))
+            self._arrays[name].append(rows[:, : self._num_layers])
+            if self._num_layers < len(self._captured_ids):
+                self._arrays[layout.LAST_HIDDEN + name].append(rows[:, -1])
+        self._statistics.add(sums)
         self._rows.append(document)
-        self._offsets.append(self._offsets[-1] + len(bits_TLH))
+        self._offsets.append(self._offsets[-1] + sums.num_tokens)
 
     def quarantine(self, document: int, reason: str) -> None:
         """Record that a document's states were refused; it is in the shard by name only."""
@@ -132,13 +158,11 @@ class _Statistics:
         self._max_L = np.zeros(num_layers)
         self._num_tokens = 0
 
-    def add(self, bits_TLH: Bits) -> None:
-        values = bits_TLH.view(ml_dtypes.bfloat16).astype(np.float32)
-        squares = np.square(values)
-        self._squares_LH += squares.sum(axis=0, dtype=np.float64)
-        self._norms_L += np.sqrt(squares.sum(axis=2)).sum(axis=0, dtype=np.float64)
-        self._max_L = np.maximum(self._max_L, np.abs(values).max(axis=(0, 2)))
-        self._num_tokens += len(values)
+    def add(self, sums: StateSums) -> None:
+        self._squares_LH += sums.squares_LH
+        self._norms_L += sums.norms_L
+        self._max_L = np.maximum(self._max_L, sums.max_L)
+        self._num_tokens += sums.num_tokens
 
     def summary(self, layer_ids: tuple[int, ...]) -> tuple[LayerStatistics, ...]:
         rms_LH = np.sqrt(self._squares_LH / self._num_tokens)
