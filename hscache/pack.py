@@ -43,18 +43,23 @@ def make_pack(offsets: Sequence[int], device: torch.device) -> Pack:
     chunks = -(-lengths // SCAN_CHUNK)
     of = np.repeat(np.arange(len(lengths), dtype=np.int32), chunks)
 
-    def there(values: np.ndarray) -> torch.Tensor:
-        host = torch.from_numpy(np.ascontiguousarray(values))
-        if device.type != "cuda":
-            return host
-        return host.pin_memory().to(device, non_blocking=True)
-
     return Pack(
         offsets=tuple(int(offset) for offset in bounds),
-        cumulative=there(bounds),
-        positions_T=there(positions_T),
-        chunks=there(np.stack([of, _counting(chunks)], axis=1)),
+        cumulative=to_device(bounds, device),
+        positions_T=to_device(positions_T, device),
+        chunks=to_device(np.stack([of, _counting(chunks)], axis=1), device),
     )
+
+
+def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy to a device without waiting for the work it already has.
+
+    A copy from pageable memory would wait, and end the running ahead of the host.
+    """
+    host = torch.from_numpy(np.ascontiguousarray(values))
+    if device.type != "cuda":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 def _counting(lengths: np.ndarray) -> np.ndarray:

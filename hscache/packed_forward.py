@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hscache import packed_ops
-from hscache.pack import Pack, make_pack
+from hscache.pack import Pack, make_pack, to_device
 from hscache.pretrained import is_hybrid
 
 _FAMILIES = {"llama", "qwen2", "qwen3"}
@@ -193,8 +193,17 @@ class PackedForward:
                 return self._run(ids_T, offsets, dtype)
         return self._run(ids_T, offsets, dtype)
 
+    def warm_up(self) -> None:
+        """Compile and tune every kernel, on the calling thread: Triton's tuner is not thread-safe.
+
+        On a pack large enough to fill the GPU: kernels are tuned once, by the first input they see.
+        """
+        documents = range(0, 16_385, 2_048)
+        self(torch.arange(documents[-1]) % self._base.config.vocab_size, documents)
+
     def _run(self, ids_T: torch.Tensor, offsets: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        ids_T = ids_T.to(self._device, non_blocking=True)
+        if not ids_T.is_cuda:
+            ids_T = to_device(ids_T.numpy(), self._device)
         run = self._start(offsets)
         ops, eps = self._ops, self._eps
         x_TH = self._base.embed_tokens(ids_T)

@@ -36,6 +36,7 @@ from hscache.reader import Cache, open_cache
 from hscache.report import format_table
 from hscache.settings import to_dict
 from hscache.signals import raise_on_stop
+from hscache.stages import Measured, Stages, cut
 from hscache.target import Target
 from hscache.writer import ShardWriter
 
@@ -68,17 +69,36 @@ def produce(config: ProduceConfig, poll: Callable[[], None] = lambda: None) -> C
             log.info("removed %d leftovers of producers that died", len(removed))
         target = Target(config.target)
         cache = prepare(config, target)
+        stages = None
+        if _runs_ahead(target):
+            stages = Stages(
+                cache.plan,
+                target,
+                cache.identity.encoding.codec,
+                config.token_budget,
+                poll=poll,
+                likely_next=lambda: producer.likely_next(cache.plan.num_shards),
+            )
+
+        def plainly(shard: int) -> Iterator[tuple[int, Bits]]:
+            return _captured(cache, target, shard, config.token_budget, poll)
+
         started = time.monotonic()
         made = fill(
             cache,
             producer,
             config.store,
-            lambda shard: _captured(cache, target, shard, config.token_budget, poll),
-            lambda shard: _provenance(cache, target, shard, config),
+            stages.states if stages else plainly,
+            lambda shard: _provenance(cache, target, shard, config, stages),
             poll,
         )
     print(summary(cache, made, time.monotonic() - started))
     return cache
+
+
+def _runs_ahead(target: Target) -> bool:
+    # On a CPU forward and checks share the cores: nothing is gained by keeping packs in memory.
+    return target.device.type == "cuda"
 
 
 def _require_whole_shards(cache_dir: Path) -> None:
@@ -114,9 +134,9 @@ def _quarantined(cache: Cache, shards: Iterable[int]) -> Iterator[int]:
         yield from (q.document for q in cache.shard_manifest(shard).quarantined)
 
 
-States = Callable[[int], Iterator[tuple[int, Bits | str]]]
-"""Given a shard, yields (document, bf16 bits [T, L, H], or why it has none) for its documents, in
-order."""
+States = Callable[[int], Iterator[tuple[int, Bits | Measured | str]]]
+"""Given a shard, yields (document, bf16 bits [T, L, H] or what was measured of them, or why it has
+none) for its documents, in order."""
 
 
 def fill(
@@ -167,11 +187,17 @@ def fill(
             with ShardWriter(cache.path, shard, cache.identity, pool) as writer:
                 for document, found in states(shard):
                     made.num_documents += 1
-                    problem = found if isinstance(found, str) else check.problem(found)
-                    if problem is None:
-                        assert not isinstance(found, str)
-                        writer.add(document, found)
+                    if isinstance(found, str):
+                        problem: str | None = found
+                    elif isinstance(found, Measured):
+                        problem = check.problem(found.facts)
+                        if problem is None:
+                            writer.add_encoded(document, found.arrays, found.sums)
                     else:
+                        problem = check.problem(found)
+                        if problem is None:
+                            writer.add(document, found)
+                    if problem is not None:
                         writer.quarantine(document, problem)
                         _count_quarantined(cache, made, document, problem, store)
                     num_tokens = int(plan.lengths[document])
@@ -203,16 +229,7 @@ def _captured(
 
 def cut_packs(plan: Plan, shard: int, token_budget: int) -> list[list[int]]:
     """Cut a shard's documents, in order, into packs of at most `token_budget` tokens."""
-    packs: list[list[int]] = []
-    tokens = token_budget + 1
-    for document in plan.shard_documents(shard):
-        length = int(plan.lengths[document])
-        if tokens + length > token_budget:
-            packs.append([])
-            tokens = 0
-        packs[-1].append(document)
-        tokens += length
-    return packs
+    return cut(plan.shard_documents(shard), plan.lengths, token_budget)
 
 
 def _count_quarantined(
@@ -243,7 +260,9 @@ def software() -> dict[str, Any]:
     return {"hscache": __version__, **library_versions(), "host": platform.node()}
 
 
-def _provenance(cache: Cache, target: Target, shard: int, config: ProduceConfig) -> dict[str, Any]:
+def _provenance(
+    cache: Cache, target: Target, shard: int, config: ProduceConfig, stages: Stages | None
+) -> dict[str, Any]:
     device = str(target.device)
     name = torch.cuda.get_device_name(target.device) if device != "cpu" else platform.processor()
     packs = cut_packs(cache.plan, shard, config.token_budget)
@@ -254,6 +273,8 @@ def _provenance(cache: Cache, target: Target, shard: int, config: ProduceConfig)
         "token_budget": config.token_budget,
         "settings": to_dict(config),
         "documents_per_pack": [len(pack) for pack in packs],
+        "forward": target.forward_name,
+        **(stages.report() if stages else {}),
     }
 
 

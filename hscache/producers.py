@@ -64,6 +64,20 @@ class Producer:
         self._update(claim=None)
         return None
 
+    def likely_next(self, num_shards: int) -> int | None:
+        """Guess which shard will be claimed next, None if none is left: nobody is told.
+
+        The lowest free one, and one later for each producer that will probably be ready earlier,
+        which is one whose shard is lower.
+        """
+        published, others = set(layout.list_shards(self._cache_dir)), self._live_claims()
+        mine = self._record["claim"]
+        free = [
+            s for s in range(num_shards) if s not in published and s not in others and s != mine
+        ]
+        earlier = sum(mine is not None and shard < mine for shard in others)
+        return free[earlier] if earlier < len(free) else None
+
     def report(self, **figures: Any) -> None:
         """Publish progress figures with the heartbeat."""
         self._update(**figures)

@@ -1,0 +1,441 @@
+"""Keep the GPU in the forward: its packs run ahead while earlier ones are checked and written.
+
+Takes shards, hands on their documents as `hscache.produce.fill` wants them. A pack's forward goes
+to one stream; when it ends, a second stream measures its states, splits them into planes and copies
+them into page-locked buffers, while the next forward runs. The host waits only for a pack that it
+is about to write. At most `AHEAD` + 1 packs are on their way, so that memory is bounded.
+
+Axes: T tokens of a pack, L captured layers, H hidden, N documents of a pack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from hscache.clock import gpu_monitor
+from hscache.content import Facts
+from hscache.errors import HscacheError
+from hscache.forward_flops import forward_flops
+from hscache.plan import Plan
+from hscache.planes import Codec, encode
+from hscache.target import Target
+from hscache.writer import StateSums
+
+log = logging.getLogger(__name__)
+
+AHEAD = 2
+"""Packs that are computed while one is written: a shard's end is waited for by one, a slow disk by
+the other."""
+_ROWS = 4_096
+"""Tokens measured and split at a time, to bound the memory that this takes beside a forward."""
+_NOT_FINITE, _ZERO, _FLAT, _AS_FIRST = 1, 2, 4, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A document's states as a shard stores them, with what the check and the statistics need.
+
+    The arrays are views of a buffer that is used again after the next document is asked for.
+    """
+
+    arrays: dict[str, np.ndarray]
+    facts: Facts
+    sums: StateSums
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measures:
+    """What is found out about a pack on its device."""
+
+    flags_TL: torch.Tensor
+    norms_TL: torch.Tensor
+    squares_NLH: torch.Tensor
+    max_NL: torch.Tensor
+
+    def to_host(self) -> Measures:
+        """Return copies in page-locked memory, on their way on the current stream."""
+        return Measures(**{name: _to_host(value) for name, value in vars(self).items()})
+
+
+def measure(states_TLH: torch.Tensor, offsets: Sequence[int]) -> Measures:
+    """Measure a pack's states, bfloat16, for the checks and statistics of each document."""
+    num_documents = len(offsets) - 1
+    num_tokens, layers, hidden = states_TLH.shape
+    device = states_TLH.device
+    flags_TL = torch.empty((num_tokens, layers), dtype=torch.uint8, device=device)
+    norms_TL = torch.empty((num_tokens, layers), dtype=torch.float32, device=device)
+    squares_NLH = torch.zeros((num_documents, layers, hidden), device=device)
+    max_NL = torch.zeros((num_documents, layers), device=device)
+    for index, (begin, end) in enumerate(itertools.pairwise(offsets)):
+        first_LH = states_TLH[begin].view(torch.int16)
+        for start in range(begin, end, _ROWS):
+            rows = slice(start, min(start + _ROWS, end))
+            bits = states_TLH[rows].view(torch.int16)
+            values = states_TLH[rows].float()
+            largest = values.abs().amax(dim=2)
+            flags = (~torch.isfinite(largest)).to(torch.uint8) * _NOT_FINITE
+            flags += (largest == 0).to(torch.uint8) * _ZERO
+            flags += (bits == bits[:, :, :1]).all(dim=2).to(torch.uint8) * _FLAT
+            flags += (bits == first_LH).all(dim=2).to(torch.uint8) * _AS_FIRST
+            squares = values.square_()
+            flags_TL[rows] = flags
+            norms_TL[rows] = squares.sum(dim=2).sqrt_()
+            squares_NLH[index] += squares.sum(dim=0)
+            max_NL[index] = torch.maximum(max_NL[index], largest.amax(dim=0))
+    return Measures(flags_TL=flags_TL, norms_TL=norms_TL, squares_NLH=squares_NLH, max_NL=max_NL)
+
+
+def document_facts(measures: Measures, begin: int, end: int) -> Facts:
+    """Return what `hscache.content.facts` would find in one document of a measured pack."""
+    flags_TL = measures.flags_TL[begin:end].numpy()
+    return Facts(
+        finite=not (flags_TL & _NOT_FINITE).any(),
+        zero_row=bool((flags_TL & _ZERO).any()),
+        flat_row=bool((flags_TL & _FLAT).any()),
+        repeated=end - begin > 1 and bool((flags_TL & _AS_FIRST).all(axis=0).any()),
+        norms_TL=measures.norms_TL[begin:end].numpy(),
+    )
+
+
+def document_sums(measures: Measures, index: int, begin: int, end: int) -> StateSums:
+    """Return what `hscache.writer.state_sums` would, from float32 sums."""
+    return StateSums(
+        num_tokens=end - begin,
+        squares_LH=measures.squares_NLH[index].double().numpy(),
+        norms_L=measures.norms_TL[begin:end].double().sum(dim=0).numpy(),
+        max_L=measures.max_NL[index].double().numpy(),
+    )
+
+
+def split_into(states_TLH: torch.Tensor, codec: Codec, buffer: torch.Tensor) -> dict[str, Any]:
+    """Copy states into a uint8 buffer as the codec's planes; return its arrays, [T, L, H].
+
+    Codecs that are not split here get the bits, and the host encodes them.
+    """
+    size = states_TLH.numel()
+    if codec != "lossless":
+        bits_TLH = buffer[: 2 * size].view(torch.int16).view(states_TLH.shape)
+        bits_TLH.copy_(states_TLH.view(torch.int16), non_blocking=True)
+        return {"bits": bits_TLH.numpy().view(np.uint16)}
+    exponent_TLH = buffer[:size].view(states_TLH.shape)
+    significand_TLH = buffer[size : 2 * size].view(states_TLH.shape)
+    for start in range(0, len(states_TLH), _ROWS):
+        rows = slice(start, start + _ROWS)
+        bits = states_TLH[rows].view(torch.int16)
+        exponent = ((bits >> 7) & 0xFF).to(torch.uint8)
+        exponent_TLH[rows].copy_(exponent, non_blocking=True)
+        significand = (((bits >> 8) & 0x80) | (bits & 0x7F)).to(torch.uint8)
+        significand_TLH[rows].copy_(significand, non_blocking=True)
+    return {"exponent": exponent_TLH.numpy(), "significand": significand_TLH.numpy()}
+
+
+def cut(documents: Sequence[int], lengths: np.ndarray, token_budget: int) -> list[list[int]]:
+    """Cut documents, in order, into packs of at most `token_budget` tokens."""
+    packs: list[list[int]] = []
+    tokens = token_budget + 1
+    for document in documents:
+        length = int(lengths[document])
+        if tokens + length > token_budget:
+            packs.append([])
+            tokens = 0
+        packs[-1].append(document)
+        tokens += length
+    return packs
+
+
+@dataclass
+class _Work:
+    """Where the time between two shards' ends went, in seconds."""
+
+    started_s: float = field(default_factory=time.perf_counter)
+    forward_s: float = 0.0
+    copy_s: float = 0.0
+    wait_s: float = 0.0
+    write_s: float = 0.0
+    publish_s: float = 0.0
+    """of the shard before"""
+    flop: float = 0.0
+    tokens: int = 0
+    documents_per_pack: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Launched:
+    shard: int
+    documents: list[int]
+    offsets: list[int]
+    states_TLH: torch.Tensor
+    """kept until the copy is done"""
+    measures: Measures
+    arrays: dict[str, Any]
+    buffer: torch.Tensor
+    marks: tuple[Any, Any, Any]
+    """events: forward begins, forward ends, copy ends"""
+
+
+class Stages:
+    """Yields the documents of shards; computes ahead of whoever writes them.
+
+    `likely_next` names the shard that will probably be asked for after this one, or None: its
+    first packs run while the current shard is published. A wrong guess is thrown away.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        target: Target,
+        codec: Codec,
+        token_budget: int,
+        *,
+        poll: Callable[[], None] = lambda: None,
+        likely_next: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self.token_budget = token_budget
+        """Halved when the GPU's memory does not suffice."""
+        self._plan = plan
+        self._target = target
+        self._codec = codec
+        self._poll = poll
+        self._likely_next = likely_next
+        self._cuda = target.device.type == "cuda"
+        self._todo: deque[tuple[int, list[int]]] = deque()
+        self._launched: deque[_Launched] = deque()
+        self._free: list[torch.Tensor] = []
+        self._copies = torch.cuda.Stream(target.device) if self._cuda else None
+        self._work = _Work()
+        self._report: dict[str, Any] = {}
+        self._warned = False
+
+    def states(self, shard: int) -> Iterator[tuple[int, Measured]]:
+        """Yield (document, states) of a shard, in order.
+
+        Raises HscacheError, naming pack and documents, if the GPU fails or one document alone does
+        not fit its memory.
+        """
+        self._take_up(shard)
+        self._work.publish_s = time.perf_counter() - self._work.started_s
+        with gpu_monitor(self._target.device) as gpu:
+            while self._has(shard):
+                self._poll()
+                self._launch_more()
+                pack = self._launched.popleft()
+                self._await(pack)
+                for found in self._documents(pack):
+                    before_s = time.perf_counter()
+                    yield found
+                    self._work.write_s += time.perf_counter() - before_s
+                self._free.append(pack.buffer)
+        self._report = self._summary(gpu)
+        self._work = _Work()
+
+    def report(self) -> dict[str, Any]:
+        """Return where the time of the last shard went, as shares, and what the GPU did."""
+        return self._report
+
+    def _has(self, shard: int) -> bool:
+        return any(pack.shard == shard for pack in self._launched) or any(
+            of == shard for of, _ in self._todo
+        )
+
+    def _take_up(self, shard: int) -> None:
+        """Make a shard the next; forget packs of one that was guessed wrongly."""
+        if not self._has(shard):
+            self._todo.clear()
+            while self._launched:
+                pack = self._launched.popleft()
+                self._finish(pack)
+                self._free.append(pack.buffer)
+            self._plan_shard(shard)
+
+    def _plan_shard(self, shard: int) -> None:
+        documents = self._plan.shard_documents(shard)
+        packs = cut(documents, self._plan.lengths, self.token_budget)
+        self._todo.extend((shard, pack) for pack in packs)
+
+    def _launch_more(self) -> None:
+        while len(self._launched) <= AHEAD:
+            if not self._todo:
+                guess = self._likely_next()
+                if guess is None or self._has(guess):
+                    return
+                self._plan_shard(guess)
+            shard, documents = self._todo.popleft()
+            try:
+                self._launched.append(self._launch(shard, documents))
+            except torch.OutOfMemoryError as error:
+                self._todo.appendleft((shard, documents))
+                torch.cuda.empty_cache()
+                if self._launched:  # their states lie in memory too
+                    return
+                self._halve(shard, documents, error)
+            except RuntimeError as error:
+                raise self._failed(shard, documents, error) from error
+
+    def _halve(self, shard: int, documents: list[int], error: Exception) -> None:
+        tokens = sum(int(self._plan.lengths[document]) for document in documents)
+        if len(documents) == 1:
+            raise HscacheError(
+                f"document {documents[0]} of shard {shard}, {tokens:,} tokens, alone does not fit "
+                f"the memory of {self._target.device}: {error}. Use a GPU with more memory, or a "
+                "smaller data.max_length in a new cache; published shards are kept."
+            ) from error
+        self.token_budget = -(-tokens // 2)
+        if not self._warned:
+            log.warning(
+                "a pack of %s tokens did not fit the memory of %s; packs are at most %s tokens "
+                "from now on (token_budget)",
+                f"{tokens:,}", self._target.device, f"{self.token_budget:,}",
+            )  # fmt: skip
+            self._warned = True
+        todo = list(self._todo)
+        self._todo.clear()
+        for of, pack in todo:
+            again = cut(pack, self._plan.lengths, self.token_budget)
+            self._todo.extend((of, part) for part in again)
+
+    def _failed(self, shard: int, documents: Sequence[int], error: Exception) -> HscacheError:
+        return HscacheError(
+            f"the forward of a pack failed on {self._target.device}: shard {shard}, documents "
+            f"{documents[0]} to {documents[-1]}: {str(error).strip().splitlines()[0]}. Nothing of "
+            "this shard was published. Run the same command again; it continues at this shard. If "
+            "it fails at the same documents, look at them."
+        )
+
+    def _launch(self, shard: int, documents: list[int]) -> _Launched:
+        plan = self._plan
+        ids_T = torch.from_numpy(
+            np.concatenate([plan.input_ids(document) for document in documents]).astype(np.int64)
+        )
+        lengths = [int(plan.lengths[document]) for document in documents]
+        offsets = [0, *itertools.accumulate(lengths)]
+        begins = self._mark()
+        states_TLH = self._target.capture(ids_T, offsets)
+        ends = self._mark()
+        buffer = self._buffer(2 * states_TLH.numel())
+        with self._copying(ends):
+            measures = measure(states_TLH, offsets).to_host()
+            arrays = split_into(states_TLH, self._codec, buffer)
+            copied = self._mark()
+        return _Launched(
+            shard, documents, offsets, states_TLH, measures, arrays, buffer, (begins, ends, copied)
+        )
+
+    @contextlib.contextmanager
+    def _copying(self, after: Any) -> Iterator[None]:
+        if self._copies is None:
+            yield
+            return
+        with torch.cuda.stream(self._copies):
+            self._copies.wait_event(after)
+            yield
+
+    def _buffer(self, size_bytes: int) -> torch.Tensor:
+        """Return a page-locked buffer; those of finished packs are used again."""
+        for index, buffer in enumerate(self._free):
+            if buffer.numel() >= size_bytes:
+                return self._free.pop(index)
+        self._free.clear()
+        token_bytes = 2 * len(self._target.captured_ids) * int(self._target.config.hidden_size)
+        largest = min(self.token_budget, self._plan.num_tokens) * token_bytes
+        return torch.empty(max(size_bytes, largest), dtype=torch.uint8, pin_memory=self._cuda)
+
+    def _mark(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _await(self, pack: _Launched) -> None:
+        """Wait until a pack's states are in its buffer; count the time."""
+        before_s = time.perf_counter()
+        self._finish(pack)
+        work = self._work
+        work.wait_s += time.perf_counter() - before_s
+        begins, ends, copied = pack.marks
+        if self._cuda:
+            work.forward_s += begins.elapsed_time(ends) / 1e3
+            work.copy_s += ends.elapsed_time(copied) / 1e3
+        else:
+            work.forward_s += ends - begins
+            work.copy_s += copied - ends
+        lengths = [b - a for a, b in itertools.pairwise(pack.offsets)]
+        config = self._target.config
+        work.flop += forward_flops(config, config.num_hidden_layers, lengths).total
+        work.tokens += pack.offsets[-1]
+        work.documents_per_pack.append(len(pack.documents))
+
+    def _finish(self, pack: _Launched) -> None:
+        if self._cuda:
+            try:
+                pack.marks[2].synchronize()
+            except RuntimeError as error:
+                raise self._failed(pack.shard, pack.documents, error) from error
+
+    def _documents(self, pack: _Launched) -> Iterator[tuple[int, Measured]]:
+        for index, document in enumerate(pack.documents):
+            begin, end = pack.offsets[index], pack.offsets[index + 1]
+            arrays = {name: values[begin:end] for name, values in pack.arrays.items()}
+            if "bits" in arrays:
+                arrays = encode(arrays["bits"], self._codec)
+            yield (
+                document,
+                Measured(
+                    arrays=arrays,
+                    facts=document_facts(pack.measures, begin, end),
+                    sums=document_sums(pack.measures, index, begin, end),
+                ),
+            )
+
+    def _summary(self, gpu: dict[str, Any]) -> dict[str, Any]:
+        work = self._work
+        seconds = time.perf_counter() - work.started_s
+        shares = {
+            "forward": work.forward_s / seconds,
+            "measure and copy": work.copy_s / seconds,
+            "check and write": work.write_s / seconds,
+            "publish": work.publish_s / seconds,
+        }
+        waits = work.wait_s > 0.02 * seconds  # the host has time to spare
+        limit = max(shares, key=lambda name: shares[name] * (("forward" in name) == waits))
+        log.info(
+            "%s tokens/s, %.0f TFLOP/s of useful work; busy: %s; the limit: %s%s",
+            f"{work.tokens / seconds:,.0f}", work.flop / seconds / 1e12,
+            ", ".join(f"{name} {share:.0%}" for name, share in shares.items()), limit,
+            _gpu_words(gpu),
+        )  # fmt: skip
+        return {
+            "documents_per_pack": work.documents_per_pack,
+            "token_budget": self.token_budget,
+            "tokens_per_s": round(work.tokens / seconds, 1),
+            "flop_per_s": work.flop / seconds,
+            "busy": {name: round(share, 4) for name, share in shares.items()},
+            "limit": limit,
+            "gpu": gpu,
+        }
+
+
+def _gpu_words(gpu: dict[str, Any]) -> str:
+    if gpu.get("power_w") is None:
+        return ""
+    return (
+        f"; {gpu['power_w']:.0f} W, {gpu['clock_mhz']:.0f} MHz, GPU busy {gpu['utilisation']:.0%}, "
+        f"power-capped {gpu['power_capped_share']:.0%}"
+    )
+
+
+def _to_host(values: torch.Tensor) -> torch.Tensor:
+    if not values.is_cuda:
+        return values
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)

@@ -1,0 +1,221 @@
+"""Stages that run ahead, on a CPU: the same shards, whatever was guessed, failed or did not fit."""
+
+import itertools
+import logging
+
+import numpy as np
+import pytest
+import torch
+from producer import array_hashes, command, published, temporaries
+
+from hscache import cli, layout, produce, stages
+from hscache.config import TargetConfig
+from hscache.content import facts
+from hscache.manifest import ShardManifest, read_group
+from hscache.plan import Plan
+from hscache.planes import encode
+from hscache.stages import Stages, cut, document_facts, document_sums, measure, split_into
+from hscache.target import Target
+from hscache.writer import state_sums
+
+OFFSETS = [0, 1, 5, 13, 14, 40]
+
+
+def run_here(*args, **settings) -> int:
+    return cli.main(command(*args, **{"store__shard_tokens": 700, **settings})[3:])
+
+
+@pytest.fixture
+def ahead(monkeypatch):
+    """Let a CPU run ahead as a GPU does."""
+    monkeypatch.setattr(produce, "_runs_ahead", lambda target: True)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, llama_dir, corpus_file):
+    """A cache made without running ahead."""
+    folder = tmp_path_factory.mktemp("plain") / "cache"
+    assert run_here(folder, llama_dir, corpus_file, token_budget=256) == 0
+    return folder
+
+
+def states(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(OFFSETS[-1], 3, 32, generator=generator).bfloat16()
+
+
+def spoil(values, how):
+    if how == "nan":
+        values[6, 1, 3] = float("nan")
+    elif how == "infinite":
+        values[6, 1, 3] = float("-inf")
+    elif how == "zero":
+        values[6, 1] = 0
+        values[6, 1, ::2] = -0.0
+    elif how == "flat":
+        values[6, 1] = 0.5
+    elif how == "repeated":
+        values[5:13, 2] = values[5, 2]
+    elif how == "large":
+        values[6, 1] *= 1e30
+
+
+@pytest.mark.parametrize("how", ["sound", "nan", "infinite", "zero", "flat", "repeated", "large"])
+def test_a_device_finds_the_facts_that_the_host_finds(how, monkeypatch):
+    monkeypatch.setattr(stages, "_ROWS", 5)
+    values = states()
+    spoil(values, how)
+    measures = measure(values, OFFSETS)
+    bits = values.view(torch.int16).numpy().view(np.uint16)
+    for index, (begin, end) in enumerate(itertools.pairwise(OFFSETS)):
+        found, expected = document_facts(measures, begin, end), facts(bits[begin:end])
+        for name in ("finite", "zero_row", "flat_row", "repeated"):
+            assert getattr(found, name) == getattr(expected, name), (name, index)
+        np.testing.assert_allclose(found.norms_TL, expected.norms_TL, rtol=1e-5)
+        if how not in ("nan", "infinite"):
+            with np.errstate(over="ignore"):
+                sums, exact = (
+                    document_sums(measures, index, begin, end),
+                    state_sums(bits[begin:end]),
+                )
+            assert sums.num_tokens == exact.num_tokens
+            for name in ("squares_LH", "norms_L", "max_L"):
+                np.testing.assert_allclose(getattr(sums, name), getattr(exact, name), rtol=1e-5)
+
+
+@pytest.mark.parametrize("codec", ["lossless", "none", "bitround4", "fp8"])
+def test_planes_are_those_of_the_host(codec, monkeypatch):
+    monkeypatch.setattr(stages, "_ROWS", 7)
+    every_bit_pattern = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
+    values = every_bit_pattern.view(512, 2, 64)
+    if codec in ("bitround4", "fp8"):
+        values = values[values.isfinite().all(dim=2).all(dim=1)]
+    bits = values.view(torch.int16).numpy().view(np.uint16)
+    buffer = torch.full((2 * values.numel() + 5,), 99, dtype=torch.uint8)
+    arrays = split_into(values, codec, buffer)
+    if "bits" in arrays:
+        arrays = encode(arrays["bits"], codec)
+    for name, expected in encode(bits, codec).items():
+        np.testing.assert_array_equal(arrays[name], expected)
+
+
+def same_arrays(folder, other):
+    found, expected = ({**array_hashes(f)} for f in (folder, other))
+    arrays = [name for name in expected if name.startswith("shards/")]
+    assert len(arrays) >= 4 * 8
+    assert {name: found.get(name) for name in arrays} == {name: expected[name] for name in arrays}
+
+
+def manifest_of(folder, shard):
+    return read_group(layout.shard_dir(folder, shard) / "zarr.json", ShardManifest)
+
+
+def provenance_of(folder, shard):
+    return manifest_of(folder, shard).provenance
+
+
+@pytest.mark.parametrize("codec", ["lossless", "fp8"])
+def test_running_ahead_changes_no_array(
+    codec, plain, tmp_path, llama_dir, corpus_file, ahead, caplog
+):
+    caplog.set_level(logging.INFO)
+    expected, folder = plain, tmp_path / "cache"
+    settings = {"token_budget": 256, "store__codec": codec, "target__last_hidden": codec == "fp8"}
+    if codec != "lossless":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(produce, "_runs_ahead", lambda target: False)
+            expected = tmp_path / "plain"
+            assert run_here(expected, llama_dir, corpus_file, **settings) == 0
+    assert run_here(folder, llama_dir, corpus_file, **settings) == 0
+    same_arrays(folder, expected)
+    statistics = [manifest_of(f, 3).statistics for f in (folder, expected)]
+    for found, exact in zip(*statistics, strict=True):
+        assert found.mean_norm == pytest.approx(exact.mean_norm, rel=1e-5)
+    provenance = provenance_of(folder, 3)
+    assert set(provenance["busy"]) == {"forward", "measure and copy", "check and write", "publish"}
+    assert provenance["limit"] in provenance["busy"]
+    assert sum(provenance["documents_per_pack"]) == len(Plan(folder).shard_documents(3))
+
+
+def make_stages(folder, llama_dir, **options):
+    target = Target(TargetConfig(path=str(llama_dir), target_layer_ids=(0, 1, 3), device="cpu"))
+    return Stages(Plan(folder), target, "lossless", 256, **options)
+
+
+def test_a_wrong_guess_is_thrown_away(plain, llama_dir):
+    guesses = [0, 2]
+    running = make_stages(plain, llama_dir, likely_next=lambda: guesses.pop() if guesses else None)
+    for shard in (1, 2, 3):
+        expected = [d for d, _ in make_stages(plain, llama_dir).states(shard)]
+        assert [document for document, _ in running.states(shard)] == expected
+
+
+def failing(monkeypatch, decide):
+    """Let launches fail with what `decide(tokens, number)` raises; return their sizes."""
+    launch, sizes = Stages._launch, []
+
+    def fails(self, shard, documents):
+        sizes.append(sum(int(self._plan.lengths[document]) for document in documents))
+        decide(sizes[-1], len(sizes))
+        return launch(self, shard, documents)
+
+    monkeypatch.setattr(Stages, "_launch", fails)
+    return sizes
+
+
+def out_of_memory_above(limit):
+    def decide(tokens, number):
+        if tokens > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    return decide
+
+
+def test_out_of_memory_halves_the_packs_once_and_remembers(
+    plain, tmp_path, llama_dir, corpus_file, ahead, monkeypatch, caplog
+):
+    sizes = failing(monkeypatch, out_of_memory_above(150))
+    assert run_here(tmp_path / "cache", llama_dir, corpus_file, token_budget=256) == 0
+    same_arrays(tmp_path / "cache", plain)
+    warnings = [r.getMessage() for r in caplog.records if "did not fit" in r.getMessage()]
+    assert len(warnings) == 1
+    assert sum(tokens > 150 for tokens in sizes) == 1
+    budgets = [provenance_of(tmp_path / "cache", shard)["token_budget"] for shard in range(4)]
+    assert len(set(budgets)) == 1
+
+
+def test_a_document_that_does_not_fit_alone_is_named(
+    tmp_path, llama_dir, corpus_file, ahead, monkeypatch, capfd
+):
+    failing(monkeypatch, out_of_memory_above(40))
+    assert run_here(tmp_path / "cache", llama_dir, corpus_file) == 1
+    assert "alone does not fit the memory of cpu" in capfd.readouterr().err
+    assert not temporaries(tmp_path / "cache")
+
+
+def test_a_gpu_error_names_the_documents_and_publishes_nothing(
+    plain, tmp_path, llama_dir, corpus_file, ahead, monkeypatch, capfd
+):
+    folder = tmp_path / "cache"
+
+    def decide(tokens, number):
+        if number == 8:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore lines")
+
+    with monkeypatch.context() as patch:
+        failing(patch, decide)
+        assert run_here(folder, llama_dir, corpus_file, token_budget=256) == 1
+    error = capfd.readouterr().err
+    assert "shard" in error
+    assert "illegal memory access" in error
+    assert "more lines" not in error
+    done = published(folder)
+    assert done
+    assert not temporaries(folder)
+    assert run_here(folder, llama_dir, corpus_file, token_budget=256) == 0
+    same_arrays(folder, plain)
+
+
+def test_packs_are_cut_in_order_and_within_the_budget():
+    lengths = np.array([5, 5, 7, 30, 1])
+    assert cut([0, 1, 2, 3, 4], lengths, 12) == [[0, 1], [2], [3], [4]]
