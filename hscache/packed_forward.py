@@ -10,6 +10,8 @@ Axes: T tokens of a pack, L captured layers, H hidden, R rotated dims.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,6 +60,15 @@ def kernels() -> ModuleType | None:
     if any(importlib.util.find_spec(name) is None for name in ("triton", "fla")):
         return None
     return importlib.import_module("hscache.packed_kernels")
+
+
+def kernel_versions() -> dict[str, str]:
+    """Return the versions of the libraries whose kernels may compute a state."""
+    found = {}
+    for name in ("triton", "fla-core", "flash-qla"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def place(base: Any, device: torch.device) -> None:

@@ -27,6 +27,7 @@ from hscache.corpus_plan import preview
 from hscache.device import choose_device
 from hscache.errors import HscacheError, ShardCorruptError
 from hscache.manifest import ContentIdentity, require_same_identity
+from hscache.packed_forward import kernel_versions
 from hscache.plan import Plan
 from hscache.planes import ARRAYS, Bits
 from hscache.prepare import encoding_identity, make_cache_folder, prepare
@@ -274,6 +275,7 @@ def _provenance(
         "settings": to_dict(config),
         "documents_per_pack": [len(pack) for pack in packs],
         "forward": target.forward_name,
+        "kernels": kernel_versions() if target.forward_name == "fused" else {},
         **(stages.report() if stages else {}),
     }
 

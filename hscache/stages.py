@@ -406,8 +406,10 @@ class Stages:
             "check and write": work.write_s / seconds,
             "publish": work.publish_s / seconds,
         }
-        waits = work.wait_s > 0.02 * seconds  # the host has time to spare
-        limit = max(shares, key=lambda name: shares[name] * (("forward" in name) == waits))
+        # The host waits: the GPU is the limit. A pack that ran before its turn counts in the shard
+        # that waited for it, so a share can pass 100 %.
+        sides = ("forward", "measure and copy"), ("check and write", "publish")
+        limit = max(sides[work.wait_s <= 0.02 * seconds], key=lambda name: shares[name])
         log.info(
             "%s tokens/s, %.0f TFLOP/s of useful work; busy: %s; the limit: %s%s",
             f"{work.tokens / seconds:,.0f}", work.flop / seconds / 1e12,

@@ -1,6 +1,9 @@
 """`hscache bench gemm` and `bench forward` on a CPU: figures add up, and what is off is said."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,6 +90,13 @@ def test_the_checks_find_what_is_off():
                          "error_of_transformers": 0.01})  # fmt: skip
     assert ["NaN" in said[0], "two runs" in said[1], "less exact" in said[-1]] == [True] * 3
     assert off_in_words(SOUND) == []
+
+
+def test_the_readme_shows_the_figures_of_the_results():
+    root = Path(__file__).parents[1]
+    tool = root / "tools" / "bench" / "forward_table.py"
+    table = subprocess.run([sys.executable, tool], capture_output=True, text=True, check=True)
+    assert table.stdout.strip() in (root / "README.md").read_text()
 
 
 def test_settings_that_measure_nothing_are_refused(hybrid_dir):
