@@ -137,9 +137,9 @@ def test_running_ahead_changes_no_array(
     assert sum(provenance["documents_per_pack"]) == len(Plan(folder).shard_documents(3))
 
 
-def make_stages(folder, llama_dir, **options):
+def make_stages(folder, llama_dir, token_budget=256, **options):
     target = Target(TargetConfig(path=str(llama_dir), target_layer_ids=(0, 1, 3), device="cpu"))
-    return Stages(Plan(folder), target, "lossless", 256, **options)
+    return Stages(Plan(folder), target, "lossless", token_budget, **options)
 
 
 def test_a_wrong_guess_is_thrown_away(plain, llama_dir):
@@ -182,6 +182,28 @@ def test_out_of_memory_halves_the_packs_once_and_remembers(
     assert sum(tokens > 150 for tokens in sizes) == 1
     budgets = [provenance_of(tmp_path / "cache", shard)["token_budget"] for shard in range(4)]
     assert len(set(budgets)) == 1
+
+
+def test_packs_wait_for_earlier_ones_before_they_are_halved(plain, llama_dir, monkeypatch):
+    running = make_stages(plain, llama_dir)
+
+    def no_room_for_two(tokens, number):
+        if running._launched:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    failing(monkeypatch, no_room_for_two)
+    expected = list(Plan(plain).shard_documents(1))
+    assert [document for document, _ in running.states(1)] == expected
+    assert running.token_budget == 256
+
+
+def test_halving_twice_warns_once(plain, llama_dir, monkeypatch, caplog):
+    running = make_stages(plain, llama_dir, token_budget=700)
+    sizes = failing(monkeypatch, out_of_memory_above(200))
+    expected = list(Plan(plain).shard_documents(1))
+    assert [document for document, _ in running.states(1)] == expected
+    assert sum(tokens > 200 for tokens in sizes) == 2
+    assert sum("did not fit" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_document_that_does_not_fit_alone_is_named(
