@@ -192,8 +192,10 @@ def fill(
                         problem: str | None = found
                     elif isinstance(found, Measured):
                         problem = check.problem(found.facts)
-                        if problem is None:
+                        if problem is None and found.encoded:
                             writer.add_encoded(document, found.arrays, found.sums)
+                        elif problem is None:
+                            writer.add(document, found.arrays["bits"])
                     else:
                         problem = check.problem(found)
                         if problem is None:

@@ -27,7 +27,7 @@ from hscache.content import Facts
 from hscache.errors import HscacheError
 from hscache.forward_flops import forward_flops
 from hscache.plan import Plan
-from hscache.planes import Codec, encode
+from hscache.planes import Codec
 from hscache.target import Target
 from hscache.writer import StateSums
 
@@ -43,14 +43,16 @@ _NOT_FINITE, _ZERO, _FLAT, _AS_FIRST = 1, 2, 4, 8
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A document's states as a shard stores them, with what the check and the statistics need.
+    """A document's states, with what the check and the statistics need.
 
-    The arrays are views of a buffer that is used again after the next document is asked for.
+    They lie in a buffer that is used again after the next document is asked for.
     """
 
-    arrays: dict[str, np.ndarray]
     facts: Facts
     sums: StateSums
+    arrays: dict[str, np.ndarray]
+    """as a shard stores them; or, for codecs that the host encodes, their `bits` alone"""
+    encoded: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,14 +320,16 @@ class Stages:
         )
         lengths = [int(plan.lengths[document]) for document in documents]
         offsets = [0, *itertools.accumulate(lengths)]
-        begins = self._mark()
-        states_TLH = self._target.capture(ids_T, offsets)
-        ends = self._mark()
-        buffer = self._buffer(2 * states_TLH.numel())
-        with self._copying(ends):
-            measures = measure(states_TLH, offsets).to_host()
-            arrays = split_into(states_TLH, self._codec, buffer)
-            copied = self._mark()
+        device = self._target.device
+        with torch.cuda.device(device) if self._cuda else contextlib.nullcontext():
+            begins = self._mark()
+            states_TLH = self._target.capture(ids_T, offsets)
+            ends = self._mark()
+            buffer = self._buffer(2 * states_TLH.numel())
+            with self._copying(ends):
+                measures = measure(states_TLH, offsets).to_host()
+                arrays = split_into(states_TLH, self._codec, buffer)
+                copied = self._mark()
         return _Launched(
             shard, documents, offsets, states_TLH, measures, arrays, buffer, (begins, ends, copied)
         )
@@ -385,15 +389,13 @@ class Stages:
     def _documents(self, pack: _Launched) -> Iterator[tuple[int, Measured]]:
         for index, document in enumerate(pack.documents):
             begin, end = pack.offsets[index], pack.offsets[index + 1]
-            arrays = {name: values[begin:end] for name, values in pack.arrays.items()}
-            if "bits" in arrays:
-                arrays = encode(arrays["bits"], self._codec)
             yield (
                 document,
                 Measured(
-                    arrays=arrays,
                     facts=document_facts(pack.measures, begin, end),
                     sums=document_sums(pack.measures, index, begin, end),
+                    arrays={name: values[begin:end] for name, values in pack.arrays.items()},
+                    encoded="bits" not in pack.arrays,
                 ),
             )
 
