@@ -2,6 +2,7 @@
 
 import sys
 
+from hscache.bench_config import BenchStoreConfig
 from hscache.config import (
     ImportConfig,
     InspectConfig,
@@ -52,6 +53,13 @@ COMMANDS = [
         config=RepairConfig,
         positional="cache",
         run="hscache.repair:run",
+    ),
+    Command(
+        name="bench store",
+        help="measure this disk with this codec: write, read, decode, and the tokens/s of each",
+        config=BenchStoreConfig,
+        positional="folder",
+        run="hscache.bench_store:run",
     ),
 ]
 

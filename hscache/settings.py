@@ -60,7 +60,8 @@ class Command:
     `config` is a frozen `kw_only` dataclass whose fields may be such dataclasses again; a docstring
     under a field is its help. `run` is "module:function", called as
     `function(config, *, dry_run: bool) -> int | None`. `positional` names the field that takes
-    words without a flag, as in `hscache inspect DIR`.
+    words without a flag, as in `hscache inspect DIR`. A name of two words, as `bench store`, is one
+    of a group of commands that share the first.
     """
 
     name: str
@@ -88,6 +89,8 @@ def main(
         if args[0] == "--version":
             print(f"{prog} {__version__}")
             return 0
+        if group := _group(commands, args[0]):
+            return main(f"{prog} {args[0]}", f"Commands of {prog} {args[0]}.", group, args[1:])
         command = _find_command(prog, commands, args[0])
         label = f"{prog} {command.name}"
         if "--help" in args or "-h" in args:
@@ -253,6 +256,15 @@ def _walk(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _walk(value, f"{prefix}{field.name}.")
         else:
             yield prefix + field.name, value
+
+
+def _group(commands: Sequence[Command], word: str) -> list[Command]:
+    """Return the commands whose names are `word` and another one, under that other name."""
+    return [
+        dataclasses.replace(command, name=command.name.removeprefix(f"{word} "))
+        for command in commands
+        if command.name.startswith(f"{word} ")
+    ]
 
 
 def _find_command(prog: str, commands: Sequence[Command], name: str) -> Command:

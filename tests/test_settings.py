@@ -104,6 +104,17 @@ def refusal(*argv: str) -> str:
     return str(caught.value)
 
 
+def test_commands_of_two_words_form_a_group(capsys):
+    commands = [replace(COMMAND, name="bench a"), replace(COMMAND, name="bench b"), COMMAND]
+    RAN.clear()
+    assert main("tool", "A tool.", commands, ["bench", "b", "--shard-dir", "d"]) == 0
+    assert [config.shard_dir for config, _ in RAN] == [Path("d")]
+    assert main("tool", "A tool.", commands, ["bench", "--help"]) == 0
+    assert "usage: tool bench COMMAND" in capsys.readouterr().out
+    assert main("tool", "A tool.", commands, ["bench", "c"]) == 2
+    assert "tool bench: unknown command `c`" in capsys.readouterr().err
+
+
 # --- values --------------------------------------------------------------------------------------
 
 
