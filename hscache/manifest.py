@@ -145,6 +145,8 @@ class LayerStatistics:
     """the channels of largest root mean square, largest first"""
     outlier_rms: tuple[float, ...]
     median_channel_rms: float
+    channel_error: float | None = None
+    """relative error of a lossy codec, each channel divided by its root mean square; else None"""
 
 
 @dataclass(frozen=True, kw_only=True)

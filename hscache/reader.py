@@ -8,6 +8,7 @@
 Opening reads the root and the plan; a shard's metadata is read when one of its documents is.
 """
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ from hscache.manifest import (
     require_arrays,
 )
 from hscache.plan import Plan
-from hscache.planes import ARRAYS, Bits, decode
+from hscache.planes import ARRAYS, Bits, decode_into
+from hscache.scratch import scratch
 from hscache.zarr_reader import ZarrArrayReader, cannot_read, is_there, refuse_link
 
 if TYPE_CHECKING:
@@ -169,6 +171,7 @@ class Shard:
         if manifest.state == "freed":
             raise CacheIncompleteError(f"{where} has been freed: its states are no longer on disk.")
         states = cache.identity.states
+        self._hidden_size = states.hidden_size
         self._layouts = layout.state_layouts(
             manifest.codec,
             len(states.target_layer_ids),
@@ -220,10 +223,35 @@ class Shard:
 
     def read_bits(self, start: int, stop: int, layer_index: int | None = None) -> Bits:
         """Return states of the shard's tokens [start, stop) as bf16 bits."""
-        names = ARRAYS[self.manifest.codec]
-        arrays = {name: self._readers[name].read(start, stop, layer_index) for name in names}
-        bits = decode(arrays, self.manifest.codec)
+        num_layers = len(self.cache.identity.states.target_layer_ids)
+        layers = range(num_layers) if layer_index is None else [layer_index]
+        bits = np.empty((stop - start, len(layers), self._hidden_size), np.uint16)
+        for index, layer in enumerate(layers):
+            self._merge_into(bits[:, index], start, "", layer)
         return bits if layer_index is None else bits[:, 0]
+
+    def _merge_into(self, out_TH: Bits, start: int, prefix: str, layer: int | None) -> None:
+        """Fill `out_TH` with states of one layer, or of the last block (None), from a row on.
+
+        Chunk by chunk: the planes are merged while the processor's cache holds them.
+        """
+        codec = self.manifest.codec
+        readers = {name: self._readers[prefix + name] for name in ARRAYS[codec]}
+        stop = start + len(out_TH)
+        first = start
+        while first < stop:
+            last = min(stop, (first // layout.CHUNK_TOKENS + 1) * layout.CHUNK_TOKENS)
+            piece_TH = out_TH[first - start : last - start]
+            arrays = {}
+            for name, stored in ARRAYS[codec].items():
+                shape = piece_TH.shape if stored.per_hidden else piece_TH.shape[:1]
+                dtype = np.dtype(stored.dtype)
+                held = scratch(name, dtype.itemsize * math.prod(shape)).view(dtype)
+                arrays[name] = held.reshape(shape)
+                rows = arrays[name] if layer is None else arrays[name][:, None]
+                readers[name].read_into(rows, first, layer)
+            decode_into(arrays, codec, piece_TH)
+            first = last
 
     def last_hidden_bits(self, document: int) -> Bits:
         """Return the last block's output of a document as bf16 bits, uint16 [T, H].
@@ -238,11 +266,9 @@ class Shard:
             )
         start = self._start_or_raise(document)
         stop = start + int(self.cache.plan.lengths[document])
-        arrays = {
-            name: self._readers[layout.LAST_HIDDEN + name].read(start, stop)
-            for name in ARRAYS[self.manifest.codec]
-        }
-        return decode(arrays, self.manifest.codec)
+        bits_TH = np.empty((stop - start, self._hidden_size), np.uint16)
+        self._merge_into(bits_TH, start, layout.LAST_HIDDEN, None)
+        return bits_TH
 
     def captured_bits(self, document: int) -> Bits:
         """Return all there is of a document, [T, L, H]; a stored last block is one more layer."""

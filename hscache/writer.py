@@ -6,49 +6,24 @@ temporary folder, and publishes by rename. A crash, an error or a full disk publ
 
 import contextlib
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from hscache import files, layout
+from hscache.bands import BandWriter
 from hscache.manifest import (
     Identity,
-    LayerStatistics,
     Quarantined,
     ShardManifest,
     cache_fingerprint,
     encode_group,
 )
-from hscache.planes import Bits, encode
+from hscache.planes import LOSSY, Bits
+from hscache.sums import StateSums, Statistics
 from hscache.zarr_array import ZarrArrayWriter
-
-NUM_OUTLIERS = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class StateSums:
-    """Sums over the tokens of a document, from which a shard's statistics are made."""
-
-    num_tokens: int
-    squares_LH: np.ndarray
-    norms_L: np.ndarray
-    max_L: np.ndarray
-
-
-def state_sums(bits_TLH: Bits) -> StateSums:
-    """Sum a document's states, bf16 bits [T, L, H], in float64."""
-    values = bits_TLH.view(ml_dtypes.bfloat16).astype(np.float32)
-    squares = np.square(values)
-    return StateSums(
-        num_tokens=len(values),
-        squares_LH=squares.sum(axis=0, dtype=np.float64),
-        norms_L=np.sqrt(squares.sum(axis=2)).sum(axis=0, dtype=np.float64),
-        max_L=np.abs(values).max(axis=(0, 2)),
-    )
 
 
 class ShardWriter:
@@ -69,7 +44,9 @@ class ShardWriter:
         self._offsets = [0]
         self._rows: list[int] = []
         self._quarantined: list[Quarantined] = []
-        self._statistics = _Statistics(len(self._captured_ids), states.hidden_size)
+        self._statistics = Statistics(
+            len(self._captured_ids), states.hidden_size, lossy=self._codec in LOSSY
+        )
 
     def __enter__(self) -> "ShardWriter":
         parent = layout.shards_dir(self._cache_dir)
@@ -80,11 +57,18 @@ class ShardWriter:
         with contextlib.ExitStack() as stack:
             self._folder = stack.enter_context(files.temporary_folder(parent))
             self._arrays = {
-                name: stack.enter_context(
-                    ZarrArrayWriter(self._folder / name, array_layout, self._executor)
-                )
+                name: stack.enter_context(ZarrArrayWriter(self._folder / name, array_layout))
                 for name, array_layout in layouts.items()
             }
+            self._bands = BandWriter(
+                self._arrays,
+                self._codec,
+                num_layers=self._num_layers,
+                hidden_size=states.hidden_size,
+                last_hidden=states.last_hidden,
+                executor=self._executor,
+            )
+            stack.callback(self._bands.cancel)
             self._stack = stack.pop_all()
         return self
 
@@ -101,15 +85,20 @@ class ShardWriter:
 
         Where the identity says `last_hidden`, the last block's output is one more layer, the last.
         """
-        self.add_encoded(document, encode(bits_TLH, self._codec), state_sums(bits_TLH))
+        assert bits_TLH.shape[1] == len(self._captured_ids)
+        self._count(document, self._bands.add(bits_TLH))
 
     def add_encoded(self, document: int, arrays: dict[str, np.ndarray], sums: StateSums) -> None:
-        """Append a document whose stored arrays [tokens, layers, ...] were made elsewhere."""
-        for name, rows in arrays.items():
+        """Append a document whose stored arrays [tokens, layers, ...] were made elsewhere.
+
+        They are copied: the caller may use their memory again.
+        """
+        for rows in arrays.values():
             assert rows.shape[:2] == (sums.num_tokens, len(self._captured_ids))
-            self._arrays[name].append(rows[:, : self._num_layers])
-            if self._num_layers < len(self._captured_ids):
-                self._arrays[layout.LAST_HIDDEN + name].append(rows[:, -1])
+        self._bands.add_encoded(arrays)
+        self._count(document, sums)
+
+    def _count(self, document: int, sums: StateSums) -> None:
         self._statistics.add(sums)
         self._rows.append(document)
         self._offsets.append(self._offsets[-1] + sums.num_tokens)
@@ -120,7 +109,10 @@ class ShardWriter:
 
     def publish(self, provenance: dict[str, Any]) -> bool:
         """Make the shard durable and visible; return False if another producer was faster."""
-        records = {name: writer.close() for name, writer in self._arrays.items()}
+        self._bands.finish()
+        run = self._executor.map if self._executor is not None else map
+        closed = run(ZarrArrayWriter.close, self._arrays.values())  # each waits for the disk
+        records = dict(zip(self._arrays, closed, strict=True))
         stored_bytes = sum(record.size_bytes for record in records.values())
         side = {
             "doc_offsets": np.array(self._offsets, np.int64),
@@ -147,36 +139,3 @@ class ShardWriter:
         )
         files.write_durable(self._folder / "zarr.json", encode_group(manifest))
         return files.publish_folder(self._folder, layout.shard_dir(self._cache_dir, self._shard))
-
-
-class _Statistics:
-    """Running sums per layer and channel, in float64."""
-
-    def __init__(self, num_layers: int, hidden_size: int) -> None:
-        self._squares_LH = np.zeros((num_layers, hidden_size))
-        self._norms_L = np.zeros(num_layers)
-        self._max_L = np.zeros(num_layers)
-        self._num_tokens = 0
-
-    def add(self, sums: StateSums) -> None:
-        self._squares_LH += sums.squares_LH
-        self._norms_L += sums.norms_L
-        self._max_L = np.maximum(self._max_L, sums.max_L)
-        self._num_tokens += sums.num_tokens
-
-    def summary(self, layer_ids: tuple[int, ...]) -> tuple[LayerStatistics, ...]:
-        rms_LH = np.sqrt(self._squares_LH / self._num_tokens)
-        summary = []
-        for index, layer_id in enumerate(layer_ids):
-            top = np.argsort(-rms_LH[index], kind="stable")[:NUM_OUTLIERS]
-            summary.append(
-                LayerStatistics(
-                    layer_id=layer_id,
-                    mean_norm=round(float(self._norms_L[index] / self._num_tokens), 6),
-                    max_abs=float(self._max_L[index]),
-                    outlier_channels=tuple(int(channel) for channel in top),
-                    outlier_rms=tuple(round(float(rms_LH[index, c]), 6) for c in top),
-                    median_channel_rms=round(float(np.median(rms_LH[index])), 6),
-                )
-            )
-        return tuple(summary)

@@ -15,11 +15,12 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator
-from concurrent.futures import Executor
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import crc32c
 import numpy as np
@@ -28,6 +29,10 @@ import zstandard
 from hscache.files import disk_full_named, fsync_folder, write_durable
 
 CHECKSUM_BYTES = 4
+
+_MOST_BUFFERS = 1000
+"""for one call of writev, which takes 1024"""
+_local = threading.local()
 
 
 def canonical_json(value: object) -> bytes:
@@ -157,22 +162,45 @@ class ArrayRecord:
     """of the table of the chunks' checksums before the index; "" if there is none (schema 1)"""
 
 
-class ZarrArrayWriter:
-    """Append rows to a new array; use as a context manager and call `close` when all is in."""
+class EncodedChunk(NamedTuple):
+    """An inner chunk as it goes to the file: its bytes, then their crc32c."""
 
-    def __init__(self, folder: Path, layout: ArrayLayout, executor: Executor | None = None) -> None:
+    payload: bytes | memoryview
+    checksum: bytes
+
+
+def encode_chunk(chunk: np.ndarray, *, compressed: bool) -> EncodedChunk:
+    """Compress (or not) and checksum a chunk; the GIL is free meanwhile.
+
+    An uncompressed payload is a view of `chunk`'s own memory if that is contiguous.
+    """
+    chunk = np.ascontiguousarray(chunk, chunk.dtype.newbyteorder("<"))
+    payload: bytes | memoryview = chunk.reshape(-1).view(np.uint8).data
+    if compressed:
+        if not hasattr(_local, "compressor"):
+            _local.compressor = huffman_compressor()
+        payload = _local.compressor.compress(payload)
+    return EncodedChunk(payload, crc32c.crc32c(payload).to_bytes(CHECKSUM_BYTES, "little"))
+
+
+class ZarrArrayWriter:
+    """Write a new array; use as a context manager and call `close` when all is in.
+
+    `append` takes rows, `append_band` whole bands that other threads have encoded.
+    """
+
+    def __init__(self, folder: Path, layout: ArrayLayout) -> None:
         self.folder = folder
         self.layout = layout
-        self._executor = executor
         self._index: list[tuple[int, int]] = []
         self._checksums: list[bytes] = []
         self._offset = 0
         self._num_rows = 0
-        self._band = np.zeros((layout.chunk_rows, *layout.row_shape), layout.dtype)
+        self._band: np.ndarray | None = None
         self._band_rows = 0
         with disk_full_named(folder):
             folder.mkdir()
-            self._file = (folder / layout.file_name).open("wb")
+            self._file = (folder / layout.file_name).open("wb", buffering=0)
 
     def __enter__(self) -> "ZarrArrayWriter":
         return self
@@ -183,36 +211,51 @@ class ZarrArrayWriter:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # What matters was flushed by `close`; after a full disk this flush fails again, and must
-        # not replace the error that says so.
+        # What matters was flushed by `close`, which has said so if it failed.
         with contextlib.suppress(OSError):
             self._file.close()
 
     def append(self, rows: np.ndarray) -> None:
         """Append `rows` [n, *row_shape] of the layout's dtype."""
-        assert (rows.dtype, rows.shape[1:]) == (self.layout.dtype, self.layout.row_shape)
+        layout = self.layout
+        assert (rows.dtype, rows.shape[1:]) == (layout.dtype, layout.row_shape)
+        if self._band is None:
+            self._band = np.zeros((layout.chunk_rows, *layout.row_shape), layout.dtype)
         start = 0
         while start < len(rows):
-            take = min(len(rows) - start, self.layout.chunk_rows - self._band_rows)
+            take = min(len(rows) - start, layout.chunk_rows - self._band_rows)
             self._band[self._band_rows : self._band_rows + take] = rows[start : start + take]
             self._band_rows += take
             start += take
-            if self._band_rows == self.layout.chunk_rows:
+            if self._band_rows == layout.chunk_rows:
                 self._flush_band()
-        self._num_rows += len(rows)
+
+    def append_band(self, chunks: Sequence[EncodedChunk], num_rows: int) -> None:
+        """Append the chunks of one band, which holds `num_rows` rows; only the last has fewer than
+        `chunk_rows`, and zeros after them."""
+        assert len(chunks) == self.layout.chunks_per_band
+        assert self._band_rows == 0
+        assert self._num_rows % self.layout.chunk_rows == 0, "a band after the last"
+        with disk_full_named(self.folder):
+            _write_all(self._file.fileno(), [part for chunk in chunks for part in chunk])
+        for payload, checksum in chunks:
+            size = len(payload) + CHECKSUM_BYTES
+            self._index.append((self._offset, size))
+            self._checksums.append(checksum)
+            self._offset += size
+        self._num_rows += num_rows
 
     def close(self) -> ArrayRecord:
         """Write the last band, the index and `zarr.json`, all fsynced; return the record."""
         if self._band_rows:
+            assert self._band is not None
             self._band[self._band_rows :] = 0
             self._flush_band()
         table = b"".join(self._checksums)
         index = np.array(self._index, "<u8").reshape(-1, 2).tobytes()
         with disk_full_named(self.folder):
-            self._file.write(
-                table + index + crc32c.crc32c(index).to_bytes(CHECKSUM_BYTES, "little")
-            )
-            self._file.flush()
+            checksum = crc32c.crc32c(index).to_bytes(CHECKSUM_BYTES, "little")
+            _write_all(self._file.fileno(), [table, index, checksum])
             os.fsync(self._file.fileno())
             size_bytes = self._file.tell()
             self._file.close()
@@ -227,22 +270,22 @@ class ZarrArrayWriter:
         )
 
     def _flush_band(self) -> None:
+        assert self._band is not None
+        num_rows, self._band_rows = self._band_rows, 0
+        compressed = self.layout.compressed
         chunks = _band_chunks(self._band, self.layout)
-        run = self._executor.map if self._executor is not None else map
-        with disk_full_named(self.folder):
-            for payload in run(self._encode, chunks):
-                checksum = crc32c.crc32c(payload).to_bytes(CHECKSUM_BYTES, "little")
-                self._file.write(payload)
-                self._file.write(checksum)
-                size = len(payload) + CHECKSUM_BYTES
-                self._index.append((self._offset, size))
-                self._checksums.append(checksum)
-                self._offset += size
-        self._band_rows = 0
+        self.append_band([encode_chunk(one, compressed=compressed) for one in chunks], num_rows)
 
-    def _encode(self, chunk: np.ndarray) -> bytes:
-        data = chunk.astype(chunk.dtype.newbyteorder("<"), copy=False).tobytes()
-        return huffman_compressor().compress(data) if self.layout.compressed else data
+
+def _write_all(descriptor: int, buffers: Sequence[bytes | memoryview]) -> None:
+    """Write buffers one after the other, with as few calls as the system allows."""
+    left = [memoryview(buffer) for buffer in buffers if len(buffer)]
+    while left:
+        written = os.writev(descriptor, left[:_MOST_BUFFERS])
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if written:
+            left[0] = left[0][written:]
 
 
 def _band_chunks(band: np.ndarray, layout: ArrayLayout) -> Iterator[np.ndarray]:

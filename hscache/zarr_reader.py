@@ -1,14 +1,15 @@
 """Read an array that `zarr_array` wrote, without going through zarr-python.
 
 Takes an array's folder, layout and record; hands on numpy arrays of any rows, or of one chunk
-column of them. What is damaged, cut or forged is refused by file and reason before its bytes are
-used.
+column of them. What is damaged, cut or forged is refused by file and reason, and whoever asked for
+its bytes gets an error and not them.
 """
 
 import errno
 import hashlib
 import os
 import stat
+import sys
 from pathlib import Path
 
 import crc32c
@@ -17,6 +18,7 @@ import numpy as np
 import zstandard
 
 from hscache.errors import CacheUnreadableError, HscacheError, ShardCorruptError
+from hscache.scratch import scratch
 from hscache.zarr_array import (
     CHECKSUM_BYTES,
     ArrayLayout,
@@ -24,6 +26,8 @@ from hscache.zarr_array import (
     canonical_json,
     checksum_hex,
 )
+
+_PIECE_BYTES = 1 << 18
 
 
 class ZarrArrayReader:
@@ -77,7 +81,10 @@ class ZarrArrayReader:
         return out
 
     def read_into(self, out: np.ndarray, start: int, column: int | None = None) -> None:
-        """Fill `out` with the rows from `start` on; as `read`, without a new array."""
+        """Fill `out` with the rows from `start` on; as `read`, without a new array.
+
+        What `out` held is lost also when this raises. The GIL is free for nearly all of it.
+        """
         layout, stop = self.layout, start + len(out)
         assert 0 <= start <= stop <= self.num_rows
         columns = range(layout.chunks_per_band) if column is None else [column]
@@ -85,9 +92,12 @@ class ZarrArrayReader:
             first = band * layout.chunk_rows
             low, high = max(start, first), min(stop, first + layout.chunk_rows)
             for chunk_column in columns:
-                chunk = self._read_chunk(band * layout.chunks_per_band + chunk_column)
                 window = _column_window(layout, chunk_column) if column is None else ()
-                out[(slice(low - start, high - start), *window)] = chunk[low - first : high - first]
+                self._read_chunk(
+                    band * layout.chunks_per_band + chunk_column,
+                    slice(low - first, high - first),
+                    out[(slice(low - start, high - start), *window)],
+                )
 
     def _read_index(self, record: ArrayRecord) -> tuple[np.ndarray, np.ndarray | None]:
         """Return offsets and sizes of the chunks, and their checksums if the file has a table."""
@@ -118,22 +128,62 @@ class ZarrArrayReader:
             raise _corrupt(self.path, "the shard index does not tile the file")
         return index, np.frombuffer(table, "<u4") if record.chunks_crc32c else None
 
-    def _read_chunk(self, number: int) -> np.ndarray:
+    def _read_chunk(self, number: int, rows: slice, out: np.ndarray) -> None:
+        """Read a chunk, check all of it, and put `rows` of it into `out`."""
         offset, size = (int(value) for value in self._index[number])
-        raw = _pread(self._descriptor, size, offset, self.path)
-        body = memoryview(raw)[:-CHECKSUM_BYTES]
-        checksum = int.from_bytes(raw[-CHECKSUM_BYTES:], "little")
-        if crc32c.crc32c(body) != checksum:
+        expected = self.layout.chunk_bytes
+        if not self.layout.compressed and size - CHECKSUM_BYTES != expected:
+            found = size - CHECKSUM_BYTES
+            raise _corrupt(self.path, f"inner chunk {number} has {found} bytes, not {expected}")
+        whole = out.flags.c_contiguous and out.nbytes == expected and sys.byteorder == "little"
+        target = out.reshape(-1).view(np.uint8) if whole else None
+        if self.layout.compressed:
+            if size > expected + expected // 128 + 1024:  # no frame of ours grows like that
+                raise _corrupt(self.path, f"inner chunk {number} takes {size:,} bytes")
+            raw = scratch("frame", size)
+            _pread_into(self._descriptor, raw, offset, self.path)
+            body = raw[:-CHECKSUM_BYTES].data
+            self._check(number, crc32c.crc32c(body), raw[-CHECKSUM_BYTES:])
+            chunk = scratch("chunk", expected) if target is None else target
+            _decompress(body, chunk, self.path, number)
+            if target is None:
+                out[...] = self._as_rows(chunk)[rows]
+        elif target is not None:
+            stored = scratch("checksum", CHECKSUM_BYTES)
+            _pread_into(self._descriptor, target, offset, self.path)
+            _pread_into(self._descriptor, stored, offset + expected, self.path)
+            self._check(number, crc32c.crc32c(target.data), stored)
+        else:
+            self._copy_raw(number, offset, rows, out)
+
+    def _copy_raw(self, number: int, offset: int, rows: slice, out: np.ndarray) -> None:
+        """As `_read_chunk`, of an uncompressed chunk; in pieces that fit the processor's cache."""
+        row_bytes = self.layout.chunk_bytes // self.layout.chunk_rows
+        step = max(1, _PIECE_BYTES // row_bytes)
+        checksum = 0
+        for first in range(0, self.layout.chunk_rows, step):
+            last = min(first + step, self.layout.chunk_rows)
+            piece = scratch("chunk", (last - first) * row_bytes)
+            _pread_into(self._descriptor, piece, offset + first * row_bytes, self.path)
+            checksum = crc32c.crc32c(piece.data, checksum)
+            low, high = max(rows.start, first), min(rows.stop, last)
+            if low < high:
+                values = self._as_rows(piece)[low - first : high - first]
+                out[low - rows.start : high - rows.start] = values
+        stored = scratch("checksum", CHECKSUM_BYTES)
+        _pread_into(self._descriptor, stored, offset + self.layout.chunk_bytes, self.path)
+        self._check(number, checksum, stored)
+
+    def _check(self, number: int, found: int, stored: np.ndarray) -> None:
+        checksum = int.from_bytes(stored.tobytes(), "little")
+        if found != checksum:
             raise _corrupt(self.path, f"inner chunk {number} fails its checksum")
         if self._checksums is not None and checksum != self._checksums[number]:
             raise _corrupt(self.path, f"inner chunk {number} is another one, whole in itself")
-        expected = self.layout.chunk_bytes
-        if self.layout.compressed:
-            body = _decompress(body, expected, self.path, number)
-        if len(body) != expected:
-            raise _corrupt(self.path, f"inner chunk {number} has {len(body)} bytes, not {expected}")
+
+    def _as_rows(self, raw: np.ndarray) -> np.ndarray:
         dtype = np.dtype(self.layout.dtype).newbyteorder("<")
-        return np.frombuffer(body, dtype).reshape(self.layout.chunk_shape)
+        return raw.view(dtype).reshape(-1, *self.layout.chunk_row_shape)
 
 
 def _column_window(layout: ArrayLayout, column: int) -> tuple[slice, ...]:
@@ -145,19 +195,17 @@ def _column_window(layout: ArrayLayout, column: int) -> tuple[slice, ...]:
     )
 
 
-def _decompress(frame: memoryview, expected: int, path: Path, number: int) -> memoryview:
+def _decompress(frame: memoryview, out: np.ndarray, path: Path, number: int) -> None:
     try:
         claimed = zstandard.frame_content_size(frame)
     except zstandard.ZstdError as error:
         raise _corrupt(path, f"inner chunk {number} is no zstd frame") from error
-    if claimed != expected:  # nothing is allocated on the word of a forged frame
-        raise _corrupt(path, f"inner chunk {number} claims {claimed} bytes, expected {expected}")
-    out = np.empty(expected, np.uint8)
+    if claimed != len(out):  # nothing is done on the word of a forged frame
+        raise _corrupt(path, f"inner chunk {number} claims {claimed} bytes, expected {len(out)}")
     try:
         numcodecs.zstd.decompress(frame, out)
     except (RuntimeError, ValueError) as error:
         raise _corrupt(path, f"inner chunk {number} does not decompress: {error}") from error
-    return out.data
 
 
 def refuse_link(path: Path) -> None:
@@ -212,18 +260,22 @@ def read_small_file(path: Path, limit_bytes: int = 1 << 26) -> bytes:
 
 
 def _pread(descriptor: int, size: int, offset: int, path: Path) -> bytes:
-    parts: list[bytes] = []
-    while size > 0:
+    out = np.empty(size, np.uint8)
+    _pread_into(descriptor, out, offset, path)
+    return out.tobytes()
+
+
+def _pread_into(descriptor: int, out: np.ndarray, offset: int, path: Path) -> None:
+    left = out.data
+    while len(left):
         try:
-            part = os.pread(descriptor, size, offset)
+            read = os.preadv(descriptor, [left], offset)
         except OSError as error:
             raise cannot_read(path, f"reading at {offset:,} failed", error) from error
-        if not part:
-            raise _corrupt(path, f"it ends at {offset:,}, {size:,} bytes early")
-        parts.append(part)
-        size -= len(part)
-        offset += len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+        if not read:
+            raise _corrupt(path, f"it ends at {offset:,}, {len(left):,} bytes early")
+        left = left[read:]
+        offset += read
 
 
 _HERE_AND_NOW = (

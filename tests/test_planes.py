@@ -7,7 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from hscache.planes import ARRAYS, bitround, decode, encode, merge, split
+from hscache.planes import (
+    ARRAYS,
+    bitround,
+    decode,
+    decode_into,
+    empty_arrays,
+    encode,
+    encode_into,
+    merge,
+    split,
+)
 
 EVERY_BITS = np.arange(1 << 16).astype(np.uint16)
 FINITE = EVERY_BITS[(EVERY_BITS & 0x7F80) != 0x7F80]
@@ -88,6 +98,42 @@ def test_fp8_keeps_zero_rows_and_the_largest_value():
     bits_TLH = np.zeros((2, 1, 8), np.uint16)
     bits_TLH[1, 0, 3] = 0xC6C3  # -24960, a massive activation of SmolLM2
     np.testing.assert_array_equal(decode(encode(bits_TLH, "fp8"), "fp8"), bits_TLH)
+
+
+def test_fp8_rounds_every_value_as_ml_dtypes_does():
+    steps = np.arange(0, 448 * 2**12 + 1, 7, dtype=np.float64) / 2**12
+    tiny = np.arange(0, 2**13 + 1, dtype=np.float64) / 2**19  # ties and neighbours of subnormals
+    row = np.concatenate([steps, tiny, [448.0]])
+    # Each row's largest is 448, so that the scale is 1 and rounding alone is seen.
+    bits = np.concatenate([row, -row]).astype(ml_dtypes.bfloat16)[None, None]
+    arrays = encode(bits.view(np.uint16), "fp8")
+    assert arrays["scale"].tolist() == [[1.0]]
+    expected = bits.astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+    np.testing.assert_array_equal(arrays["fp8"], expected.view(np.uint8))
+    np.testing.assert_array_equal(decode(arrays, "fp8"), expected.astype(bits.dtype).view("u2"))
+
+
+@given(
+    shape=st.tuples(st.integers(0, 70), st.integers(1, 3), st.sampled_from([1, 7, 1024])),
+    codec=st.sampled_from(sorted(ARRAYS)),
+    view=st.sampled_from(["whole", "one layer", "every second token"]),
+)
+def test_any_view_is_coded_as_its_copy_is(shape, codec, view):
+    # 70 x 3 x 1024 values are several blocks; rows of one layer do not lie side by side.
+    bits_TLH = np.resize(NORMAL[::-3], shape)
+    bits = {
+        "whole": bits_TLH,
+        "one layer": bits_TLH[:, -1],
+        "every second token": bits_TLH[::2],
+    }[view]
+    out = empty_arrays(bits.shape, codec)
+    encode_into(bits, codec, out)
+    for name, array in encode(bits.copy(), codec).items():
+        np.testing.assert_array_equal(out[name], array)
+    target = np.zeros((*bits.shape[:-1], 2, bits.shape[-1]), np.uint16)
+    decode_into(out, codec, target[..., 1, :])
+    np.testing.assert_array_equal(target[..., 1, :], decode(out, codec))
+    assert not target[..., 0, :].any()
 
 
 @pytest.mark.parametrize("codec", sorted(ARRAYS))
