@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from hscache.layout import CHUNK_TOKENS, LAST_HIDDEN
-from hscache.planes import ARRAYS, LOSSY, Bits, Codec, decode_into, empty_arrays, encode_into
-from hscache.scratch import scratch
+from hscache.planes import ARRAYS, LOSSY, Bits, Codec, blocks, decode, empty_arrays, encode_into
 from hscache.sums import StateSums
 from hscache.zarr_array import EncodedChunk, ZarrArrayWriter, encode_chunk
 
@@ -64,15 +63,14 @@ class BandWriter:
         for tokens, rows in self._places(len(bits_TLH)):
 
             def encode_layer(layer: int, tokens: slice = tokens, rows: slice = rows) -> None:
-                bits_TH = bits_TLH[tokens, layer]
+                states_TH = bits_TLH[tokens, layer]
                 out = {name: array[layer, rows] for name, array in self._band.arrays.items()}
-                encode_into(bits_TH, self._codec, out)
-                stored_TH = None
-                if lossy:
-                    stored_TH = scratch("stored", 2 * bits_TH.size).view(np.uint16)
-                    stored_TH = stored_TH.reshape(bits_TH.shape)
-                    decode_into(out, self._codec, stored_TH)
-                sums.add_layer(layer, bits_TH, stored_TH)
+                for part in blocks(states_TH):
+                    bits_TH = np.ascontiguousarray(states_TH[part])  # read from memory once
+                    arrays = {name: array[part] for name, array in out.items()}
+                    encode_into(bits_TH, self._codec, arrays)
+                    stored_TH = decode(arrays, self._codec) if lossy else None
+                    sums.add_layer(layer, bits_TH, stored_TH)
 
             for _ in self._each(encode_layer, range(self._captured)):
                 pass

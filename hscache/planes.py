@@ -22,7 +22,7 @@ Bits = npt.NDArray[np.uint16]
 
 FP8_MAX = 448.0  # largest finite float8_e4m3fn
 _BITROUND_DROPPED = 3  # bf16 has 7 mantissa bits; bitround4 keeps 4
-_BLOCK_VALUES = 1 << 15
+_BLOCK_VALUES = 1 << 16
 
 
 class StoredArray(NamedTuple):

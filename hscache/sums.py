@@ -48,7 +48,7 @@ class StateSums:
             values = to_float32(bits_TH[rows])
             squares = np.square(values)
             self.squares_LH[layer] += squares.sum(axis=0)
-            self.norms_L[layer] += np.sqrt(squares.sum(axis=1)).sum(dtype=np.float64)
+            self.norms_L[layer] += np.sqrt(np.vecdot(values, values)).sum(dtype=np.float64)
             largest = max(largest, int((bits_TH[rows] & 0x7FFF).max()))
             if stored_TH is not None:
                 assert self.errors_LH is not None

@@ -3,8 +3,11 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
-from hscache.content import ContentCheck
+from hscache.content import ContentCheck, facts
 
 
 def states(num_tokens=6, seed=0, scale=1.0):
@@ -72,3 +75,23 @@ def test_refused_documents_do_not_move_the_band():
     for seed in range(50):
         assert check.problem(states(seed=seed, scale=50).view(np.uint16)) is not None
     assert check.problem(states(seed=99).view(np.uint16)) is None
+
+
+@given(
+    bits_TLH=hnp.arrays(
+        np.uint16,
+        st.tuples(st.integers(1, 5), st.integers(1, 3), st.sampled_from([1, 3, 9, 20])),
+        elements=st.sampled_from([0, 0x8000, 1, 0x3F80, 0x4000, 0x7F80, 0xFFFF]),
+    )
+)
+def test_facts_are_what_the_plain_formulas_say(bits_TLH):
+    found = facts(bits_TLH)
+    values = bits_TLH.view(ml_dtypes.bfloat16).astype(np.float32)
+    assert found.finite == bool(np.isfinite(values).all())
+    assert found.zero_row == bool((values == 0).all(axis=2).any())
+    assert found.flat_row == bool((bits_TLH == bits_TLH[:, :, :1]).all(axis=2).any())
+    same = (bits_TLH == bits_TLH[:1]).all(axis=(0, 2)).any()
+    assert found.repeated == bool(len(bits_TLH) > 1 and same)
+    if found.finite:
+        expected = np.linalg.norm(values.astype(np.float64), axis=2)
+        np.testing.assert_allclose(found.norms_TL, expected, rtol=1e-5)
