@@ -94,4 +94,4 @@ def test_facts_are_what_the_plain_formulas_say(bits_TLH):
     assert found.repeated == bool(len(bits_TLH) > 1 and same)
     if found.finite:
         expected = np.linalg.norm(values.astype(np.float64), axis=2)
-        np.testing.assert_allclose(found.norms_TL, expected, rtol=1e-5)
+        np.testing.assert_allclose(found.norms_TL, expected, rtol=1e-5, atol=1e-20)
