@@ -271,6 +271,8 @@ def _layers(sound: Sequence[ShardManifest]) -> str:
             for channel, rms in zip(s.outlier_channels, s.outlier_rms, strict=True):
                 outliers[channel].append(rms / s.median_channel_rms if s.median_channel_rms else 0)
         top = sorted(outliers.items(), key=lambda item: (-sum(item[1]), item[0]))[:4]
+        errors = [s.channel_error for s in layers if s.channel_error is not None]
+        lossy = len(errors) == len(layers)
         rows.append(
             [
                 layers[0].layer_id,
@@ -278,9 +280,14 @@ def _layers(sound: Sequence[ShardManifest]) -> str:
                 max(s.max_abs for s in layers),
                 _mean((s.median_channel_rms for s in layers), weights),
                 ", ".join(f"{c} ({format_number(float(np.mean(x)))}x)" for c, x in top),
+                f"{_mean(errors, weights):.2%}" if lossy else None,
             ]
         )
     headers = ["layer", "mean norm", "max |x|", "median channel rms", "outlier channels (x median)"]
+    if any(row[-1] is not None for row in rows):
+        headers.append("codec's error, per channel")
+    else:
+        rows = [row[:-1] for row in rows]
     return format_table(headers, rows)
 
 

@@ -1,7 +1,7 @@
 """States of a row as a shard stores them, merged by the device that trains on them.
 
 Takes stored arrays of documents, decoded into host memory; hands on features [S, F] in bf16.
-`hscache.planes` says what the arrays mean; this is its `decode` on torch tensors.
+`hscache.planes` says what the arrays mean.
 
 Axes: S row tokens, L captured layers, H hidden, F = L * H.
 """
@@ -13,6 +13,7 @@ import torch
 
 from hscache.layout import LAST_HIDDEN
 from hscache.planes import ARRAYS, Codec
+from hscache.planes_torch import decode_states
 
 
 def merge_planes(arrays: dict[str, np.ndarray], codec: Codec, device: torch.device) -> torch.Tensor:
@@ -36,18 +37,7 @@ def _merge(
     on_device = {
         name: _tensor(arrays[prefix + name]).to(device, non_blocking=True) for name in ARRAYS[codec]
     }
-    if codec == "none":
-        values = on_device["bits"].view(torch.bfloat16)
-    elif codec == "fp8":
-        values = on_device["fp8"].view(torch.float8_e4m3fn).float()
-        values = (values * on_device["scale"][..., None]).bfloat16()
-    else:
-        significand = on_device["significand"]
-        bits = on_device["exponent"].to(torch.int16).bitwise_left_shift_(7)
-        bits |= significand & 0x7F
-        bits |= (significand & 0x80).to(torch.int16).bitwise_left_shift_(8)
-        values = bits.view(torch.bfloat16)
-    return values
+    return decode_states(on_device, codec)
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
