@@ -1,4 +1,4 @@
-"""`hscache.planes` on torch tensors: encode states on the GPU that made them, decode on another one.
+"""`hscache.planes` on torch tensors: encode states on the GPU that made them, decode on any other.
 
 Takes bfloat16 states on any device; hands on the stored arrays as tensors there, bit for bit what
 `planes.encode` gives, so that less than the states need cross the bus: half for `fp8`.
