@@ -291,7 +291,9 @@ def _read(cache: Cache, config: BenchStoreConfig, *, merged: bool) -> None:
     """Read all documents, each thread into memory of its own that it uses again."""
     shard = cache.shard(0)
     rows = shard.doc_rows.tolist()
-    shapes = shard.array_shapes()
+    layouts = layout.state_layouts(
+        config.codec, config.num_layers, config.hidden_size, last_hidden=False
+    )
 
     def read(mine: list[int]) -> None:
         out = {

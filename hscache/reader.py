@@ -8,6 +8,7 @@
 Opening reads the root and the plan; a shard's metadata is read when one of its documents is.
 """
 
+import itertools
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     import torch
 
 _OPEN_SHARDS = 64
+_PIECE_TOKENS = 4 * layout.CHUNK_TOKENS
 
 
 def open_cache(path: str | os.PathLike[str]) -> "Cache":
@@ -277,13 +279,24 @@ class Shard:
             return bits_TLH
         return np.concatenate([bits_TLH, self.last_hidden_bits(document)[:, None]], axis=1)
 
-    def read_arrays(self, document: int, out: dict[str, np.ndarray]) -> None:
-        """Fill the arrays of `out` with a document's, one row a token, without merging planes.
+    def pieces(self, document: int) -> list[tuple[int, int]]:
+        """Return tokens [first, last) of a document to be read by one thread each.
 
-        For loaders that merge on a GPU (`hscache.planes.decode` says how). Raises
-        CacheIncompleteError when the document was quarantined, ShardCorruptError for a bad byte.
+        Cut where bands end, so that no two threads decode the same chunk.
         """
         start = self._start_or_raise(document)
+        stop = start + int(self.cache.plan.lengths[document])
+        cuts = [start, *range((start // _PIECE_TOKENS + 1) * _PIECE_TOKENS, stop, _PIECE_TOKENS)]
+        return [(a - start, b - start) for a, b in itertools.pairwise([*cuts, stop])]
+
+    def read_arrays(self, document: int, out: dict[str, np.ndarray], first: int = 0) -> None:
+        """Fill the arrays of `out` with a document's, one row a token, without merging planes.
+
+        `first` is the token to begin with. For loaders that merge on a GPU (`hscache.planes.decode`
+        says how). Raises CacheIncompleteError when the document was quarantined, ShardCorruptError
+        for a bad byte.
+        """
+        start = self._start_or_raise(document) + first
         for name, rows in out.items():
             self._readers[name].read_into(rows, start)
 

@@ -140,6 +140,24 @@ def test_readers_in_threads_never_see_each_others_buffers(tmp_path, codec):
         np.testing.assert_array_equal(merged, decode(expected[row], codec))
 
 
+def test_pieces_of_a_document_tile_it_and_share_no_chunk(tmp_path):
+    cache = write(tmp_path / "cache", "lossless", plainly)
+    shard = cache.shard(0)
+    start, several = 0, 0
+    for row, length in enumerate(LENGTHS):
+        pieces = shard.pieces(row)
+        assert [first for first, _ in pieces] == [0, *(last for _, last in pieces[:-1])]
+        assert pieces[-1][1] == length
+        assert all((start + first) % 256 == 0 for first, _ in pieces[1:])
+        out = {n: np.empty_like(array) for n, array in encode(bits_of(row), "lossless").items()}
+        for first, last in pieces:
+            shard.read_arrays(row, {n: array[first:last] for n, array in out.items()}, first)
+        np.testing.assert_array_equal(decode(out, "lossless"), bits_of(row))
+        start += length
+        several += len(pieces) > 1
+    assert several
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_manifest_has_a_lossy_codecs_error_in_every_channel_alike(tmp_path, codec):
     def add(writer, row):

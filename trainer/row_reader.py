@@ -219,10 +219,11 @@ class RowReader:
         shard_of = [self._cache.shard(int(self._cache.plan.shards[d])) for d in plan.documents]
         clear_from(own.arrays, row.num_tokens)
         pieces = [
-            pool.submit(shard.read_arrays, document, rows_of(own.arrays, start, stop))
-            for shard, document, (start, stop) in zip(
-                shard_of, plan.documents, itertools.pairwise(row.document_offsets), strict=True
+            pool.submit(shard.read_arrays, document, rows_of(own.arrays, start + a, start + b), a)
+            for shard, document, start in zip(
+                shard_of, plan.documents, row.document_offsets[:-1], strict=True
             )
+            for a, b in shard.pieces(document)
         ]
         codec = self._cache.identity.encoding.codec
         read = ReadRow(row=row, space=own, codec=codec, position=position)
