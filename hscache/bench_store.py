@@ -33,7 +33,7 @@ from hscache.manifest import (
     encode_group,
 )
 from hscache.plan import TokenizedDocument, corpus_sha256, write_plan
-from hscache.planes import ARRAYS, Bits
+from hscache.planes import ARRAYS, Bits, Codec
 from hscache.progress import configure_logging
 from hscache.reader import Cache, open_cache
 from hscache.report import format_table
@@ -222,8 +222,17 @@ def _prepare(folder: Path, config: BenchStoreConfig) -> Identity:
         for row in range(_num_documents(config))
     ]
     write_plan(folder, corpus, [list(range(len(corpus)))], {})
-    num_tokens = DOCUMENT_TOKENS * len(corpus)
-    identity = Identity(
+    identity = store_identity(corpus, config.codec, config.num_layers, config.hidden_size)
+    files.create_once(layout.root_file(folder), encode_group(identity))
+    return identity
+
+
+def store_identity(
+    corpus: list[TokenizedDocument], codec: Codec, num_layers: int, hidden_size: int
+) -> Identity:
+    """Return the identity of a cache of one shard that nobody trains from."""
+    num_tokens = sum(len(document.ids_T) for document in corpus)
+    return Identity(
         states=StatesIdentity(
             target="hscache bench store",
             revision="",
@@ -232,9 +241,9 @@ def _prepare(folder: Path, config: BenchStoreConfig) -> Identity:
             tokenizer_sha256="",
             template_sha256="",
             frozen_sha256="",
-            target_layer_ids=tuple(range(config.num_layers)),
-            num_target_layers=config.num_layers + 1,
-            hidden_size=config.hidden_size,
+            target_layer_ids=tuple(range(num_layers)),
+            num_target_layers=num_layers + 1,
+            hidden_size=hidden_size,
             vocab_size=1,
             dtype="bfloat16",
             trust_remote_code=False,
@@ -242,7 +251,7 @@ def _prepare(folder: Path, config: BenchStoreConfig) -> Identity:
         content=ContentIdentity(
             corpus_sha256=corpus_sha256(corpus),
             seed=0,
-            max_tokens=DOCUMENT_TOKENS,
+            max_tokens=max(len(document.ids_T) for document in corpus),
             over_long="drop",
             shard_tokens=num_tokens,
             num_documents=len(corpus),
@@ -250,10 +259,8 @@ def _prepare(folder: Path, config: BenchStoreConfig) -> Identity:
             num_held_out_shards=0,
             num_shards=1,
         ),
-        encoding=EncodingIdentity(codec=config.codec),
+        encoding=EncodingIdentity(codec=codec),
     )
-    files.create_once(layout.root_file(folder), encode_group(identity))
-    return identity
 
 
 def _write(folder: Path, identity: Identity, config: BenchStoreConfig, block_NLH: Bits) -> None:

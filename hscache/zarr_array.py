@@ -22,10 +22,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-import crc32c
 import numpy as np
 import zstandard
 
+from hscache.checksum import crc32c
 from hscache.files import disk_full_named, fsync_folder, write_durable
 
 CHECKSUM_BYTES = 4
@@ -42,7 +42,7 @@ def canonical_json(value: object) -> bytes:
 
 def checksum_hex(data: bytes) -> str:
     """Return the crc32c of `data` as 8 hex digits."""
-    return f"{crc32c.crc32c(data):08x}"
+    return f"{crc32c(data):08x}"
 
 
 def huffman_compressor() -> zstandard.ZstdCompressor:
@@ -180,7 +180,7 @@ def encode_chunk(chunk: np.ndarray, *, compressed: bool) -> EncodedChunk:
         if not hasattr(_local, "compressor"):
             _local.compressor = huffman_compressor()
         payload = _local.compressor.compress(payload)
-    return EncodedChunk(payload, crc32c.crc32c(payload).to_bytes(CHECKSUM_BYTES, "little"))
+    return EncodedChunk(payload, crc32c(payload).to_bytes(CHECKSUM_BYTES, "little"))
 
 
 class ZarrArrayWriter:
@@ -254,7 +254,7 @@ class ZarrArrayWriter:
         table = b"".join(self._checksums)
         index = np.array(self._index, "<u8").reshape(-1, 2).tobytes()
         with disk_full_named(self.folder):
-            checksum = crc32c.crc32c(index).to_bytes(CHECKSUM_BYTES, "little")
+            checksum = crc32c(index).to_bytes(CHECKSUM_BYTES, "little")
             _write_all(self._file.fileno(), [table, index, checksum])
             os.fsync(self._file.fileno())
             size_bytes = self._file.tell()

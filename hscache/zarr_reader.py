@@ -7,16 +7,17 @@ its bytes gets an error and not them.
 
 import errno
 import hashlib
+import mmap
 import os
 import stat
 import sys
 from pathlib import Path
 
-import crc32c
 import numcodecs.zstd
 import numpy as np
 import zstandard
 
+from hscache.checksum import crc32c
 from hscache.errors import CacheUnreadableError, HscacheError, ShardCorruptError
 from hscache.scratch import scratch
 from hscache.zarr_array import (
@@ -27,7 +28,7 @@ from hscache.zarr_array import (
     checksum_hex,
 )
 
-_PIECE_BYTES = 1 << 18
+_PIECE_BYTES = 1 << 17
 
 
 class ZarrArrayReader:
@@ -41,6 +42,8 @@ class ZarrArrayReader:
         self.path = folder / layout.file_name
         self.layout = layout
         self.num_rows = record.num_rows
+        self._size_bytes = record.size_bytes
+        self._map: np.ndarray | None = None
         refuse_link(folder)
         metadata = read_small_file(folder / "zarr.json")
         if checksum_hex(metadata) != record.metadata_crc32c:
@@ -59,6 +62,7 @@ class ZarrArrayReader:
 
     def close(self) -> None:
         """Close the file; reading afterwards is an error."""
+        self._map = None
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -110,7 +114,7 @@ class ZarrArrayReader:
             raise _corrupt(self.path, what)
         raw = _pread(self._descriptor, table_bytes + index_bytes, payload_bytes, self.path)
         table, body = raw[:table_bytes], raw[table_bytes:-CHECKSUM_BYTES]
-        if crc32c.crc32c(body) != int.from_bytes(raw[-CHECKSUM_BYTES:], "little"):
+        if crc32c(body) != int.from_bytes(raw[-CHECKSUM_BYTES:], "little"):
             raise _corrupt(self.path, "the shard index fails its checksum")
         if record.chunks_crc32c and checksum_hex(table) != record.chunks_crc32c:
             raise _corrupt(self.path, "it is not the file that the group's attributes describe")
@@ -135,44 +139,61 @@ class ZarrArrayReader:
         if not self.layout.compressed and size - CHECKSUM_BYTES != expected:
             found = size - CHECKSUM_BYTES
             raise _corrupt(self.path, f"inner chunk {number} has {found} bytes, not {expected}")
-        whole = out.flags.c_contiguous and out.nbytes == expected and sys.byteorder == "little"
-        target = out.reshape(-1).view(np.uint8) if whole else None
         if self.layout.compressed:
-            if size > expected + expected // 128 + 1024:  # no frame of ours grows like that
-                raise _corrupt(self.path, f"inner chunk {number} takes {size:,} bytes")
-            raw = scratch("frame", size)
-            _pread_into(self._descriptor, raw, offset, self.path)
-            body = raw[:-CHECKSUM_BYTES].data
-            self._check(number, crc32c.crc32c(body), raw[-CHECKSUM_BYTES:])
-            chunk = scratch("chunk", expected) if target is None else target
-            _decompress(body, chunk, self.path, number)
-            if target is None:
-                out[...] = self._as_rows(chunk)[rows]
-        elif target is not None:
-            stored = scratch("checksum", CHECKSUM_BYTES)
-            _pread_into(self._descriptor, target, offset, self.path)
-            _pread_into(self._descriptor, stored, offset + expected, self.path)
-            self._check(number, crc32c.crc32c(target.data), stored)
+            self._decode_frame(number, offset, size, rows, out)
         else:
             self._copy_raw(number, offset, rows, out)
 
+    def _decode_frame(
+        self, number: int, offset: int, size: int, rows: slice, out: np.ndarray
+    ) -> None:
+        expected = self.layout.chunk_bytes
+        if size > expected + expected // 128 + 1024:  # no frame of ours grows like that
+            raise _corrupt(self.path, f"inner chunk {number} takes {size:,} bytes")
+        raw = scratch("frame", size)
+        _pread_into(self._descriptor, raw, offset, self.path)
+        body = raw[:-CHECKSUM_BYTES].data
+        self._check(number, crc32c(body), raw[-CHECKSUM_BYTES:])
+        whole = out.flags.c_contiguous and out.nbytes == expected and sys.byteorder == "little"
+        chunk = out.reshape(-1).view(np.uint8) if whole else scratch("chunk", expected)
+        _decompress(body, chunk, self.path, number)
+        if not whole:
+            out[...] = self._as_rows(chunk)[rows]
+
     def _copy_raw(self, number: int, offset: int, rows: slice, out: np.ndarray) -> None:
-        """As `_read_chunk`, of an uncompressed chunk; in pieces that fit the processor's cache."""
-        row_bytes = self.layout.chunk_bytes // self.layout.chunk_rows
+        """Copy rows out of the mapped file, and checksum all of the chunk; piece by piece, so that
+        a piece is read from memory once."""
+        layout = self.layout
+        mapped = self._mapped()
+        row_bytes = layout.chunk_bytes // layout.chunk_rows
         step = max(1, _PIECE_BYTES // row_bytes)
         checksum = 0
-        for first in range(0, self.layout.chunk_rows, step):
-            last = min(first + step, self.layout.chunk_rows)
-            piece = scratch("chunk", (last - first) * row_bytes)
-            _pread_into(self._descriptor, piece, offset + first * row_bytes, self.path)
-            checksum = crc32c.crc32c(piece.data, checksum)
+        for first in range(0, layout.chunk_rows, step):
+            last = min(first + step, layout.chunk_rows)
+            piece = mapped[offset + first * row_bytes : offset + last * row_bytes]
             low, high = max(rows.start, first), min(rows.stop, last)
             if low < high:
                 values = self._as_rows(piece)[low - first : high - first]
                 out[low - rows.start : high - rows.start] = values
-        stored = scratch("checksum", CHECKSUM_BYTES)
-        _pread_into(self._descriptor, stored, offset + self.layout.chunk_bytes, self.path)
-        self._check(number, checksum, stored)
+            checksum = crc32c(piece, checksum)
+        end = offset + layout.chunk_bytes
+        self._check(number, checksum, mapped[end : end + CHECKSUM_BYTES])
+
+    def _mapped(self) -> np.ndarray:
+        """Return the file's bytes, mapped: twice as fast as copying them through the kernel.
+
+        A file that was cut since it was opened would end the process; so its size is looked at.
+        """
+        found = os.fstat(self._descriptor).st_size
+        if found != self._size_bytes:
+            raise _corrupt(self.path, f"size {found:,} bytes, expected {self._size_bytes:,}")
+        if self._map is None:
+            try:
+                held = mmap.mmap(self._descriptor, found, prot=mmap.PROT_READ)
+            except OSError as error:
+                raise _corrupt(self.path, f"it cannot be mapped ({error.strerror})") from error
+            self._map = np.frombuffer(held, np.uint8)
+        return self._map
 
     def _check(self, number: int, found: int, stored: np.ndarray) -> None:
         checksum = int.from_bytes(stored.tobytes(), "little")

@@ -124,6 +124,17 @@ def test_a_truncated_file_is_found_when_opened(tmp_path, left):
         ZarrArrayReader(tmp_path / "a", SMALL, record)
 
 
+@pytest.mark.parametrize("compressed", [True, False])
+def test_a_file_that_is_cut_while_it_is_open_is_refused_and_not_fatal(tmp_path, compressed):
+    layout = dataclasses.replace(SMALL, compressed=compressed)
+    record = write(tmp_path / "a", layout, numbers(layout, 10))
+    reader = ZarrArrayReader(tmp_path / "a", layout, record)
+    reader.read(0, 10)
+    os.truncate(reader.path, 0)
+    with pytest.raises(ShardCorruptError, match="is damaged"):
+        reader.read(0, 10)
+
+
 @pytest.mark.parametrize("name", [SMALL.file_name, "zarr.json"])
 def test_a_flipped_bit_anywhere_is_found(tmp_path, name):
     record = write(tmp_path / "a", SMALL, numbers(SMALL, 6))
