@@ -15,4 +15,4 @@ except ImportError:
 
 def crc32c(data: bytes | memoryview | np.ndarray, previous: int = 0) -> int:
     """Return the crc32c of `data`, contiguous, going on from `previous`."""
-    return int(_widest(memoryview(data), previous))
+    return int(_widest(data.data if isinstance(data, np.ndarray) else data, previous))
