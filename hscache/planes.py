@@ -22,6 +22,7 @@ Bits = npt.NDArray[np.uint16]
 
 FP8_MAX = 448.0  # largest finite float8_e4m3fn
 _BITROUND_DROPPED = 3  # bf16 has 7 mantissa bits; bitround4 keeps 4
+_SIGN_AND_MANTISSA = np.int16(0x807F - 0x10000)
 _BLOCK_VALUES = 1 << 16
 
 
@@ -168,13 +169,12 @@ def _split_block(
 def _merge_block(
     exponent: npt.NDArray[np.uint8], significand: npt.NDArray[np.uint8], out: Bits
 ) -> None:
-    wide = significand.astype(np.uint16)
+    # As a signed number the significand carries its sign to bit 15 by itself.
+    wide = significand.view(np.int8).astype(np.int16)
+    wide &= _SIGN_AND_MANTISSA
     bits = exponent.astype(np.uint16)
     bits <<= 7
-    bits |= wide & 0x7F
-    wide &= 0x80
-    wide <<= 8
-    np.bitwise_or(bits, wide, out=out)
+    np.bitwise_or(bits, wide.view(np.uint16), out=out)
 
 
 def _fp8_block(bits: Bits, fp8: npt.NDArray[np.uint8], scale: npt.NDArray[np.float32]) -> None:

@@ -28,7 +28,7 @@ from hscache.zarr_array import (
     checksum_hex,
 )
 
-_PIECE_BYTES = 1 << 17
+_PIECE_BYTES = 1 << 19
 
 
 class ZarrArrayReader:
