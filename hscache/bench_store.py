@@ -304,7 +304,8 @@ def _read(cache: Cache, config: BenchStoreConfig, *, merged: bool) -> None:
 
     def read(mine: list[int]) -> None:
         out = {
-            n: np.empty((DOCUMENT_TOKENS, *shape), dtype) for n, (dtype, shape) in shapes.items()
+            name: np.empty((DOCUMENT_TOKENS, *array.row_shape), array.dtype)
+            for name, array in layouts.items()
         }
         for row in mine:
             if merged:

@@ -7,7 +7,6 @@ its bytes gets an error and not them.
 
 import errno
 import hashlib
-import mmap
 import os
 import stat
 import sys
@@ -19,6 +18,7 @@ import zstandard
 
 from hscache.checksum import crc32c
 from hscache.errors import CacheUnreadableError, HscacheError, ShardCorruptError
+from hscache.mapped_file import MappedFile
 from hscache.scratch import scratch
 from hscache.zarr_array import (
     CHECKSUM_BYTES,
@@ -42,8 +42,8 @@ class ZarrArrayReader:
         self.path = folder / layout.file_name
         self.layout = layout
         self.num_rows = record.num_rows
-        self._size_bytes = record.size_bytes
-        self._map: np.ndarray | None = None
+        self._dtype = np.dtype(layout.dtype).newbyteorder("<")
+        self._windows = [_column_window(layout, c) for c in range(layout.chunks_per_band)]
         refuse_link(folder)
         metadata = read_small_file(folder / "zarr.json")
         if checksum_hex(metadata) != record.metadata_crc32c:
@@ -56,13 +56,13 @@ class ZarrArrayReader:
             if found != record.size_bytes:
                 raise _corrupt(self.path, f"size {found:,} bytes, expected {record.size_bytes:,}")
             self._index, self._checksums = self._read_index(record)
+            self._map = MappedFile(self._descriptor, record.size_bytes)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Close the file; reading afterwards is an error."""
-        self._map = None
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -96,7 +96,7 @@ class ZarrArrayReader:
             first = band * layout.chunk_rows
             low, high = max(start, first), min(stop, first + layout.chunk_rows)
             for chunk_column in columns:
-                window = _column_window(layout, chunk_column) if column is None else ()
+                window = self._windows[chunk_column] if column is None else ()
                 self._read_chunk(
                     band * layout.chunks_per_band + chunk_column,
                     slice(low - first, high - first),
@@ -161,39 +161,30 @@ class ZarrArrayReader:
             out[...] = self._as_rows(chunk)[rows]
 
     def _copy_raw(self, number: int, offset: int, rows: slice, out: np.ndarray) -> None:
-        """Copy rows out of the mapped file, and checksum all of the chunk; piece by piece, so that
-        a piece is read from memory once."""
+        """Copy rows out of the file, and checksum all of the chunk; piece by piece, so that what is
+        copied is still in the processor's cache."""
         layout = self.layout
-        mapped = self._mapped()
+        chunk_bytes = layout.chunk_bytes + CHECKSUM_BYTES
+        mapped = self._map.bytes_in_memory(offset, chunk_bytes)
         row_bytes = layout.chunk_bytes // layout.chunk_rows
         step = max(1, _PIECE_BYTES // row_bytes)
         checksum = 0
         for first in range(0, layout.chunk_rows, step):
             last = min(first + step, layout.chunk_rows)
-            piece = mapped[offset + first * row_bytes : offset + last * row_bytes]
+            piece = self._piece(mapped, offset, first * row_bytes, last * row_bytes)
             low, high = max(rows.start, first), min(rows.stop, last)
             if low < high:
                 values = self._as_rows(piece)[low - first : high - first]
                 out[low - rows.start : high - rows.start] = values
             checksum = crc32c(piece, checksum)
-        end = offset + layout.chunk_bytes
-        self._check(number, checksum, mapped[end : end + CHECKSUM_BYTES])
+        self._check(number, checksum, self._piece(mapped, offset, layout.chunk_bytes, chunk_bytes))
 
-    def _mapped(self) -> np.ndarray:
-        """Return the file's bytes, mapped: twice as fast as copying them through the kernel.
-
-        A file that was cut since it was opened would end the process; so its size is looked at.
-        """
-        found = os.fstat(self._descriptor).st_size
-        if found != self._size_bytes:
-            raise _corrupt(self.path, f"size {found:,} bytes, expected {self._size_bytes:,}")
-        if self._map is None:
-            try:
-                held = mmap.mmap(self._descriptor, found, prot=mmap.PROT_READ)
-            except OSError as error:
-                raise _corrupt(self.path, f"it cannot be mapped ({error.strerror})") from error
-            self._map = np.frombuffer(held, np.uint8)
-        return self._map
+    def _piece(self, mapped: np.ndarray | None, offset: int, first: int, last: int) -> np.ndarray:
+        if mapped is not None:
+            return mapped[first:last]
+        piece = scratch("piece", last - first)
+        _pread_into(self._descriptor, piece, offset + first, self.path)
+        return piece
 
     def _check(self, number: int, found: int, stored: np.ndarray) -> None:
         checksum = int.from_bytes(stored.tobytes(), "little")
@@ -203,8 +194,7 @@ class ZarrArrayReader:
             raise _corrupt(self.path, f"inner chunk {number} is another one, whole in itself")
 
     def _as_rows(self, raw: np.ndarray) -> np.ndarray:
-        dtype = np.dtype(self.layout.dtype).newbyteorder("<")
-        return raw.view(dtype).reshape(-1, *self.layout.chunk_row_shape)
+        return raw.view(self._dtype).reshape(-1, *self.layout.chunk_row_shape)
 
 
 def _column_window(layout: ArrayLayout, column: int) -> tuple[slice, ...]:

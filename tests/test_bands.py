@@ -14,6 +14,7 @@ from cache_maker import HIDDEN, LAYER_IDS, make_cache, make_identity, make_state
 import hscache
 from hscache import bands, files, layout
 from hscache.manifest import encode_group
+from hscache.mapped_file import MappedFile
 from hscache.plan import TokenizedDocument, write_plan
 from hscache.planes import ARRAYS, decode, encode
 from hscache.sums import state_sums
@@ -118,8 +119,11 @@ def test_zarr_python_and_tensorstore_read_every_codec(tmp_path, codec, last_hidd
             np.testing.assert_array_equal(decode(last, codec), expected[:, -1])
 
 
+@pytest.mark.parametrize("mapped", [True, False])
 @pytest.mark.parametrize("codec", CODECS)
-def test_readers_in_threads_never_see_each_others_buffers(tmp_path, codec):
+def test_readers_in_threads_never_see_each_others_buffers(tmp_path, monkeypatch, codec, mapped):
+    if not mapped:
+        monkeypatch.setattr(MappedFile, "bytes_in_memory", lambda *_: None)
     cache = write(tmp_path / "cache", codec, plainly)
     shard = cache.shard(0)
     expected = [encode(bits_of(row), codec) for row in range(len(LENGTHS))]
@@ -205,8 +209,8 @@ def test_opening_and_listing_read_metadata_only(tmp_path, monkeypatch):
         opened.append(path)
         return real(path)
 
-    real = hscache.zarr_reader._open_regular
-    monkeypatch.setattr(hscache.zarr_reader, "_open_regular", note)
+    real = hscache.zarr_reader.open_regular
+    monkeypatch.setattr(hscache.zarr_reader, "open_regular", note)
     cache = hscache.open(tmp_path)
     shards = cache.published_shards()
     assert len(shards) > 3

@@ -245,16 +245,24 @@ class _JoinedShard(Shard):
     def captured_bits(self, document: int) -> Bits:
         return self._of.captured_bits(document - self._shift)
 
-    def read_arrays(self, document: int, out: dict[str, np.ndarray]) -> None:
-        if self._of.manifest.codec == self.cache.identity.encoding.codec:
-            self._of.read_arrays(document - self._shift, out)
+    def pieces(self, document: int) -> list[tuple[int, int]]:
+        pieces = self._of.pieces(document - self._shift)
+        return pieces if self._is_read_as_it_is() else [(0, pieces[-1][1])]
+
+    def read_arrays(self, document: int, out: dict[str, np.ndarray], first: int = 0) -> None:
+        if self._is_read_as_it_is():
+            self._of.read_arrays(document - self._shift, out, first)
             return
+        assert first == 0
         out["bits"][...] = self.bits(document)
         if (last := out.get(f"{LAST_HIDDEN}bits")) is not None:
             last[...] = self.last_hidden_bits(document)
 
     def check_files(self) -> None:
         self._of.check_files()
+
+    def _is_read_as_it_is(self) -> bool:
+        return self._of.manifest.codec == self.cache.identity.encoding.codec
 
 
 def identities_of(cache: Cache) -> dict[str, Any]:

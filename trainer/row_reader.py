@@ -6,7 +6,6 @@ order. Imports no torch: `trainer.batches` runs it in a thread or, beside a GPU,
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
