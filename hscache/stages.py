@@ -11,8 +11,10 @@ Axes: T tokens of a pack, L captured layers, H hidden, N documents of a pack.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -27,9 +29,10 @@ from hscache.content import Facts
 from hscache.errors import HscacheError
 from hscache.forward_flops import forward_flops
 from hscache.plan import Plan
-from hscache.planes import Codec
+from hscache.planes import ARRAYS, LOSSY, Codec
+from hscache.planes_torch import TORCH_DTYPES, encode_states, squared_errors
+from hscache.sums import StateSums
 from hscache.target import Target
-from hscache.writer import StateSums
 
 log = logging.getLogger(__name__)
 
@@ -63,13 +66,16 @@ class Measures:
     norms_TL: torch.Tensor
     squares_NLH: torch.Tensor
     max_NL: torch.Tensor
+    errors_NLH: torch.Tensor | None
+    """what a lossy codec changes, squared"""
 
     def to_host(self) -> Measures:
         """Return copies in page-locked memory, on their way on the current stream."""
-        return Measures(**{name: _to_host(value) for name, value in vars(self).items()})
+        found = {name: _to_host(value) for name, value in vars(self).items() if value is not None}
+        return dataclasses.replace(self, **found)
 
 
-def measure(states_TLH: torch.Tensor, offsets: Sequence[int]) -> Measures:
+def measure(states_TLH: torch.Tensor, offsets: Sequence[int], codec: Codec) -> Measures:
     """Measure a pack's states, bfloat16, for the checks and statistics of each document."""
     num_documents = len(offsets) - 1
     num_tokens, layers, hidden = states_TLH.shape
@@ -78,11 +84,15 @@ def measure(states_TLH: torch.Tensor, offsets: Sequence[int]) -> Measures:
     norms_TL = torch.empty((num_tokens, layers), dtype=torch.float32, device=device)
     squares_NLH = torch.zeros((num_documents, layers, hidden), device=device)
     max_NL = torch.zeros((num_documents, layers), device=device)
+    errors_NLH = torch.zeros_like(squares_NLH) if codec in LOSSY else None
     for index, (begin, end) in enumerate(itertools.pairwise(offsets)):
         first_LH = states_TLH[begin].view(torch.int16)
         for start in range(begin, end, _ROWS):
             rows = slice(start, min(start + _ROWS, end))
             bits = states_TLH[rows].view(torch.int16)
+            if errors_NLH is not None:
+                arrays = encode_states(states_TLH[rows], codec)
+                errors_NLH[index] += squared_errors(states_TLH[rows], arrays, codec)
             values = states_TLH[rows].float()
             largest = values.abs().amax(dim=2)
             flags = (~torch.isfinite(largest)).to(torch.uint8) * _NOT_FINITE
@@ -94,7 +104,13 @@ def measure(states_TLH: torch.Tensor, offsets: Sequence[int]) -> Measures:
             norms_TL[rows] = squares.sum(dim=2).sqrt_()
             squares_NLH[index] += squares.sum(dim=0)
             max_NL[index] = torch.maximum(max_NL[index], largest.amax(dim=0))
-    return Measures(flags_TL=flags_TL, norms_TL=norms_TL, squares_NLH=squares_NLH, max_NL=max_NL)
+    return Measures(
+        flags_TL=flags_TL,
+        norms_TL=norms_TL,
+        squares_NLH=squares_NLH,
+        max_NL=max_NL,
+        errors_NLH=errors_NLH,
+    )
 
 
 def document_facts(measures: Measures, begin: int, end: int) -> Facts:
@@ -111,34 +127,38 @@ def document_facts(measures: Measures, begin: int, end: int) -> Facts:
 
 def document_sums(measures: Measures, index: int, begin: int, end: int) -> StateSums:
     """Return what `hscache.writer.state_sums` would, from float32 sums."""
+    errors_NLH = measures.errors_NLH
     return StateSums(
         num_tokens=end - begin,
         squares_LH=measures.squares_NLH[index].double().numpy(),
         norms_L=measures.norms_TL[begin:end].double().sum(dim=0).numpy(),
         max_L=measures.max_NL[index].double().numpy(),
+        errors_LH=None if errors_NLH is None else errors_NLH[index].double().numpy(),
     )
 
 
 def split_into(states_TLH: torch.Tensor, codec: Codec, buffer: torch.Tensor) -> dict[str, Any]:
-    """Copy states into a uint8 buffer as the codec's planes; return its arrays, [T, L, H].
+    """Copy states into a uint8 buffer as the codec stores them; return its arrays, [T, L, H].
 
-    Codecs that are not split here get the bits, and the host encodes them.
+    `none` gives the bits. The buffer has 2 bytes for each value, more than any codec needs.
     """
-    size = states_TLH.numel()
-    if codec != "lossless":
-        bits_TLH = buffer[: 2 * size].view(torch.int16).view(states_TLH.shape)
-        bits_TLH.copy_(states_TLH.view(torch.int16), non_blocking=True)
-        return {"bits": bits_TLH.numpy().view(np.uint16)}
-    exponent_TLH = buffer[:size].view(states_TLH.shape)
-    significand_TLH = buffer[size : 2 * size].view(states_TLH.shape)
+    shape, arrays, used = states_TLH.shape, {}, 0
+    # The widest first, so that each begins where its dtype may.
+    for name, stored in sorted(ARRAYS[codec].items(), key=lambda item: -_itemsize(item[1].dtype)):
+        size = _itemsize(stored.dtype) * math.prod(shape if stored.per_hidden else shape[:-1])
+        dtype = TORCH_DTYPES[stored.dtype]
+        flat = buffer[used : used + size].view(dtype)
+        arrays[name] = flat.view(shape if stored.per_hidden else shape[:-1])
+        used += size
     for start in range(0, len(states_TLH), _ROWS):
         rows = slice(start, start + _ROWS)
-        bits = states_TLH[rows].view(torch.int16)
-        exponent = ((bits >> 7) & 0xFF).to(torch.uint8)
-        exponent_TLH[rows].copy_(exponent, non_blocking=True)
-        significand = (((bits >> 8) & 0x80) | (bits & 0x7F)).to(torch.uint8)
-        significand_TLH[rows].copy_(significand, non_blocking=True)
-    return {"exponent": exponent_TLH.numpy(), "significand": significand_TLH.numpy()}
+        for name, values in encode_states(states_TLH[rows], codec).items():
+            arrays[name][rows].copy_(values, non_blocking=True)
+    return {name: array.numpy().view(ARRAYS[codec][name].dtype) for name, array in arrays.items()}
+
+
+def _itemsize(dtype: str) -> int:
+    return np.dtype(dtype).itemsize
 
 
 def cut(documents: Sequence[int], lengths: np.ndarray, token_budget: int) -> list[list[int]]:
@@ -327,7 +347,7 @@ class Stages:
             ends = self._mark()
             buffer = self._buffer(2 * states_TLH.numel())
             with self._copying(ends):
-                measures = measure(states_TLH, offsets).to_host()
+                measures = measure(states_TLH, offsets, self._codec).to_host()
                 arrays = split_into(states_TLH, self._codec, buffer)
                 copied = self._mark()
         return _Launched(

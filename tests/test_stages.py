@@ -13,10 +13,10 @@ from hscache.config import TargetConfig
 from hscache.content import facts
 from hscache.manifest import ShardManifest, read_group
 from hscache.plan import Plan
-from hscache.planes import encode
+from hscache.planes import decode, encode, to_float32
 from hscache.stages import Stages, cut, document_facts, document_sums, measure, split_into
+from hscache.sums import state_sums
 from hscache.target import Target
-from hscache.writer import state_sums
 
 OFFSETS = [0, 1, 5, 13, 14, 40]
 
@@ -65,7 +65,7 @@ def test_a_device_finds_the_facts_that_the_host_finds(how, monkeypatch):
     monkeypatch.setattr(stages, "_ROWS", 5)
     values = states()
     spoil(values, how)
-    measures = measure(values, OFFSETS)
+    measures = measure(values, OFFSETS, "lossless")
     bits = values.view(torch.int16).numpy().view(np.uint16)
     for index, (begin, end) in enumerate(itertools.pairwise(OFFSETS)):
         found, expected = document_facts(measures, begin, end), facts(bits[begin:end])
@@ -97,6 +97,22 @@ def test_planes_are_those_of_the_host(codec, monkeypatch):
         arrays = encode(arrays["bits"], codec)
     for name, expected in encode(bits, codec).items():
         np.testing.assert_array_equal(arrays[name], expected)
+
+
+@pytest.mark.parametrize("codec", ["lossless", "bitround4", "fp8"])
+def test_a_device_finds_what_a_lossy_codec_changes(codec, monkeypatch):
+    monkeypatch.setattr(stages, "_ROWS", 5)
+    values = states()
+    measures = measure(values, OFFSETS, codec)
+    bits = values.view(torch.int16).numpy().view(np.uint16)
+    for index, (begin, end) in enumerate(itertools.pairwise(OFFSETS)):
+        found = document_sums(measures, index, begin, end).errors_LH
+        if codec == "lossless":
+            assert found is None
+            continue
+        after = to_float32(decode(encode(bits[begin:end], codec), codec)).astype(np.float64)
+        expected = np.square(after - to_float32(bits[begin:end])).sum(axis=0)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-30)
 
 
 def same_arrays(folder, other):
