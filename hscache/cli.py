@@ -3,6 +3,7 @@
 import sys
 
 from hscache.bench_config import BenchStoreConfig
+from hscache.bench_target_config import BenchForwardConfig, BenchGemmConfig
 from hscache.config import (
     ImportConfig,
     InspectConfig,
@@ -39,6 +40,18 @@ COMMANDS = [
         config=InspectConfig,
         positional="cache",
         run="hscache.inspect:run",
+    ),
+    Command(
+        name="bench gemm",
+        help="measure the matrix products of a target alone: what no forward can beat for long",
+        config=BenchGemmConfig,
+        run="hscache.bench_gemm:run",
+    ),
+    Command(
+        name="bench forward",
+        help="measure how fast this machine makes a target's states, and whether they are right",
+        config=BenchForwardConfig,
+        run="hscache.bench_forward:run",
     ),
     Command(
         name="verify",

@@ -107,7 +107,8 @@ def _first_blocks(base: Any, dtype: torch.dtype) -> Any:
     """Return the first blocks of a decoder in a dtype, with weights of their own."""
     few = copy.copy(base)
     few._modules = dict(base._modules)
-    blocks = [copy.deepcopy(block).to(dtype) for block in base.layers[:_BLOCKS]]
+    one_config = {id(base.config): base.config}  # which says how they attend
+    blocks = [copy.deepcopy(block, dict(one_config)).to(dtype) for block in base.layers[:_BLOCKS]]
     few.layers = nn.ModuleList(blocks)
     if dtype != base.embed_tokens.weight.dtype:
         few.embed_tokens = nn.Embedding.from_pretrained(base.embed_tokens.weight.to(dtype))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hybrid_maker import tiny_hybrid
 
-from hscache import bench_forward, bench_gemm
+from hscache import bench_forward, bench_gemm, cli
 from hscache.bench_target_config import BenchForwardConfig, BenchGemmConfig
 from hscache.config import TargetConfig
 from hscache.errors import ConfigError
@@ -38,7 +38,8 @@ def test_bench_gemm_measures_every_product(hybrid_dir, tmp_path, capsys):
     assert len(figures["all"]) == 2
     assert figures["best"]["sustained_flop_per_s"] > 0
     assert "ceiling" in capsys.readouterr().out
-    assert bench_gemm.run(config, dry_run=True) == 0
+    words = ["bench", "gemm", "--target", str(hybrid_dir), "--rows", "8,16", "--device", "cpu"]
+    assert cli.main([*words, "--dry-run"]) == 0
     assert "6 products of 2 sizes" in capsys.readouterr().out
 
 
@@ -97,6 +98,14 @@ def test_the_readme_shows_the_figures_of_the_results():
     tool = root / "tools" / "bench" / "forward_table.py"
     table = subprocess.run([sys.executable, tool], capture_output=True, text=True, check=True)
     assert table.stdout.strip() in (root / "README.md").read_text()
+
+
+def test_bench_forward_loads_real_weights_too(llama_dir, capsys):
+    words = ["bench", "forward", "--target.path", str(llama_dir), "--target.device", "cpu",
+             "--target.target-layer-ids", "0,1,3", "--budgets", "64", "--repeats", "1",
+             "--gemm-seconds", "0.01"]  # fmt: skip
+    assert cli.main(words) == 0
+    assert "64 tokens" in capsys.readouterr().out
 
 
 def test_settings_that_measure_nothing_are_refused(hybrid_dir):
