@@ -207,6 +207,9 @@ CASES = [
     (trainer, f"{FIT} --run-dir cache", 2, ["run_dir cache lies in the cache cache", "outside"]),
     (trainer, f"{FIT} --run-dir cache/shards", 2, ["cache/shards lies in", "Give a folder"]),
     (trainer, f"{FIT} --resume", 2, ["out/run has no checkpoint"]),
+    (hscache, "bench gemm --target no-config --device cpu", 2, ["no-config", "config.json"]),
+    (hscache, "bench forward --target.path tiny --budgets 0", 2, ["budgets", "above 0"]),
+    (hscache, "bench forward --target.path tiny --repeats 0", 2, ["repeats", "more than 0"]),
     (trainer, f"{EVAL} --json afile/x.json", 1, ["afile: File exists"]),
     # imports of other programs' caches
     (
