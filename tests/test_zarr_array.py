@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorstore
 import zarr
+import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -220,6 +221,12 @@ def forged_frames():
     header = (0xFD2FB528).to_bytes(4, "little") + bytes([0b1110_0000])
     yield "claims 2^60 bytes", header + (1 << 60).to_bytes(8, "little") + bytes(12)
     yield "claims the right size", header + (16).to_bytes(8, "little") + bytes(12)
+    bomb = zstandard.ZstdCompressor(level=3).compress(bytes(1 << 28))
+    assert len(bomb) < 40_000
+    yield "a bomb of 256 MB", bomb
+    yield "a bomb that lies", header + (16).to_bytes(8, "little") + bomb[12:]
+    unsized = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(16))
+    yield "does not say its size", unsized
     yield "no frame", b"nothing like zstd"
     yield "empty", b""
 

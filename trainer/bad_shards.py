@@ -16,7 +16,7 @@ from hscache.content import count_seen
 from hscache.errors import CacheUnreadableError, HscacheError
 from hscache.manifest import ShardManifest
 from hscache.reader import Cache
-from trainer.cache_set import CacheSet
+from trainer.cache_set import CacheSet, document_name
 from trainer.schedule import RowPlan
 
 if TYPE_CHECKING:
@@ -83,9 +83,10 @@ class BadShards:
             shard = int(self._cache.plan.shards[plan.documents[place]])
             lost.setdefault(shard, []).append(place)
         for shard, places in lost.items():
-            documents = ", ".join(str(plan.documents[place]) for place in places)
+            names = [document_name(self._cache, plan.documents[place]) for place in places]
+            documents = ", ".join(names)
             if shard in self._named:
-                log.warning("skipping documents %s of damaged shard %d", documents, shard)
+                log.warning("skipping documents %s, of a shard named before", documents)
             else:
                 self._named.add(shard)
                 log.warning("skipping documents %s: %s", documents, errors[places[0]])
@@ -121,7 +122,7 @@ def manifest_or_none(cache: Cache, shard: int, policy: OnBadShard) -> ShardManif
     except HscacheError as error:
         if policy == "stop":
             raise
-        log.warning("the documents of shard %d will be skipped: %s", shard, error)
+        log.warning("the documents of a shard will be skipped: %s", error)
         return None
 
 
@@ -151,7 +152,7 @@ def describe_skipped(cache: Cache, skipped: Iterable[Skipped]) -> str:
         one, row = cache.whose(document) if isinstance(cache, CacheSet) else (cache, document)
         folder = f"{one.path} " if isinstance(cache, CacheSet) else ""
         shards.add(f"{folder}{one.plan.shards[row]}")
-        names.append(f"{folder}{row}")
+        names.append(document_name(cache, document))
     text = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
     return (
         f"{len(documents):,} documents of damaged shards {', '.join(sorted(shards)[:12])}: {text}"

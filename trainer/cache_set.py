@@ -280,6 +280,14 @@ def folder_of(cache: Cache, document: int) -> Path:
     return cache.whose(document)[0].path if isinstance(cache, CacheSet) else cache.path
 
 
+def document_name(cache: Cache, document: int) -> str:
+    """Return a document's number, and in a set its cache's folder and its number there."""
+    if not isinstance(cache, CacheSet):
+        return str(document)
+    one, row = cache.whose(document)
+    return f"{one.path} {row}"
+
+
 def in_turns(cache: Cache, documents: Sequence[Document]) -> list[Document]:
     """Return documents so that the caches of a set take turns; each cache's keep their order.
 
