@@ -116,7 +116,8 @@ def replace_atomically(path: Path, data: bytes) -> None:
     temporary = path.with_name(temporary_name())
     try:
         write_durable(temporary, data)
-        os.replace(temporary, path)
+        with disk_full_named(path):
+            os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -129,7 +130,8 @@ def create_once(path: Path, data: bytes) -> bool:
     try:
         write_durable(temporary, data)
         try:
-            os.link(temporary, path)
+            with disk_full_named(path):  # a name may need room of its own
+                os.link(temporary, path)
         except FileExistsError:
             return False
     finally:
