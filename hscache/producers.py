@@ -35,7 +35,7 @@ class Producer:
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def __enter__(self) -> "Producer":
-        layout.producers_dir(self._cache_dir).mkdir(parents=True, exist_ok=True)
+        files.make_folder(layout.producers_dir(self._cache_dir))
         self._write()
         self._thread.start()
         return self
