@@ -260,6 +260,6 @@ def _take(file: IO[str]) -> bool:
         log.warning("%s cannot be locked on this filesystem: start one producer first", file.name)
     with files.disk_full_named(Path(file.name)):
         file.truncate(0)
-        file.write(files.process_name())
-        file.flush()
+        # Past the buffer, which closing would flush again, and fail again on a full disk.
+        os.write(file.fileno(), files.process_name().encode())
     return True

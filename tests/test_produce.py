@@ -401,7 +401,8 @@ def test_a_full_disk_is_named_and_a_rerun_with_room_completes(
 
 
 @pytest.mark.parametrize(
-    "limit", ["size=16k", "size=64k", "size=96k", "nr_inodes=3", "nr_inodes=5", "nr_inodes=30"]
+    "limit",
+    ["size=4k", "size=16k", "size=64k", "size=96k", "nr_inodes=3", "nr_inodes=5", "nr_inodes=30"],
 )
 def test_a_disk_too_small_for_the_plan_is_named_too(
     small_disk, llama_dir, corpus_file, limit, capsys
