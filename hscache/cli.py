@@ -5,6 +5,7 @@ import sys
 from hscache.bench_config import BenchStoreConfig
 from hscache.bench_target_config import BenchForwardConfig, BenchGemmConfig
 from hscache.config import (
+    ConsumersConfig,
     ImportConfig,
     InspectConfig,
     ProduceConfig,
@@ -52,6 +53,13 @@ COMMANDS = [
         help="measure how fast this machine makes a target's states, and whether they are right",
         config=BenchForwardConfig,
         run="hscache.bench_forward:run",
+    ),
+    Command(
+        name="consumers",
+        help="show which trainers follow a cache, and drop those that will not come back",
+        config=ConsumersConfig,
+        positional="cache",
+        run="hscache.consumers:run",
     ),
     Command(
         name="verify",

@@ -11,6 +11,7 @@ from typing import Literal
 from hscache.chat_api import parse_extra_body, server_url
 from hscache.errors import ConfigError
 from hscache.planes import Codec
+from hscache.report import parse_size
 from hscache.template_kwargs import parse_template_kwargs
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -141,6 +142,10 @@ class StoreConfig:
             )
 
 
+Retain = Literal["all", "window"]
+DEFAULT_RESERVE = 3
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProduceConfig:
     """Run the target once over a corpus and write its hidden states into a cache."""
@@ -155,12 +160,41 @@ class ProduceConfig:
     """The files."""
     token_budget: int = 65_536
     """Tokens in one packed forward; documents are packed without padding."""
+    max_disk: str | None = None
+    """Bytes that the cache may take at any time, such as 2TB, or a share of its filesystem, such as
+    80%. Producing pauses where it would take more."""
+    retain: Retain = "all"
+    """all keeps every shard. window frees a shard once each trainer that follows (trainer fit
+    --follow) is done with it; needs max_disk and passes, which are fixed at the first start."""
+    passes: int | None = None
+    """With retain window: how often the trainers visit each shard."""
+    reserve: int | None = None
+    """With retain window: shards beside those that a visit needs, for those being written and those
+    read since the last checkpoint; 3 if not given."""
 
     def __post_init__(self) -> None:
+        self._check_window()
         if self.token_budget < self.data.max_tokens:
             raise ConfigError(
                 f"token_budget is {self.token_budget} and data.max_tokens {self.data.max_tokens}: "
                 "a document must fit into one pack. Raise the first or lower the second."
+            )
+
+    def _check_window(self) -> None:
+        if self.max_disk is not None:
+            parse_size(self.max_disk)
+        for name in ("passes", "reserve"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if self.retain == "all":
+                raise ConfigError(f"{name} is {value}, which only --retain window uses.")
+            if value < 1:
+                raise ConfigError(f"{name} is {value}; expected at least 1.")
+        if self.retain == "window" and (self.max_disk is None or self.passes is None):
+            raise ConfigError(
+                "retain window needs max_disk and passes: a shard is freed after that many visits, "
+                "as in --max-disk 2TB --passes 6."
             )
 
 
@@ -239,6 +273,16 @@ class InspectConfig:
     """Folder of the cache."""
     doc: int | None = None
     """Show one document: tokens, loss mask, norms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsumersConfig:
+    """Show which trainers follow a cache that is produced in a window, and drop lost ones."""
+
+    cache: Path
+    """Folder of the cache."""
+    drop: tuple[str, ...] = ()
+    """Names of consumers that will never come back: no shard is kept for them any more."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from hscache import producers
+from hscache.admission import Admission
 from hscache.config import ImportConfig, TargetConfig
 from hscache.content import count_seen
 from hscache.corpus_plan import content_identity
@@ -90,11 +91,11 @@ def import_cache(config: ImportConfig, poll: Callable[[], None] = lambda: None) 
         started = time.monotonic()
         made = fill(
             cache,
+            Admission(cache, producer, poll),
             producer,
             config.store,
             functools.partial(source.states, cache, poll),
             lambda shard: {**software(), **checked, "settings": to_dict(config)},
-            poll,
             label="import",
         )
     print(summary(cache, made, time.monotonic() - started, "imported"))

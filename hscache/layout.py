@@ -65,6 +65,11 @@ def producers_dir(cache_dir: Path) -> Path:
     return cache_dir / "producers"
 
 
+def consumers_dir(cache_dir: Path) -> Path:
+    """Return the folder in which trainers that follow say what they are done with."""
+    return cache_dir / "consumers"
+
+
 def list_shards(cache_dir: Path) -> list[int]:
     """Return the ids of the shards that have been published (or freed), ascending."""
     folder = shards_dir(cache_dir)

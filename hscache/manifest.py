@@ -83,12 +83,25 @@ class EncodingIdentity:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WindowIdentity:
+    """How a cache is bounded that frees its shards; left out of the file if it keeps them all."""
+
+    shards: int = 0
+    """W: training shards the schedule is made for; 0: all are kept"""
+    passes: int = 0
+    """P: visits of a shard before it is freed"""
+    reserve: int = 0
+    """more shards that may be on disk: in flight, or consumed since the last checkpoint"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Identity of a cache, in three tiers; written once."""
+    """Identity of a cache, in three tiers, and its window; written once."""
 
     states: StatesIdentity
     content: ContentIdentity
     encoding: EncodingIdentity
+    window: WindowIdentity = WindowIdentity()
 
     @property
     def sha_input(self) -> bytes:
@@ -193,6 +206,8 @@ def _plain(attributes: object) -> dict[str, Any]:
         # A cache without them is, byte for byte, what was written before there were such fields.
         states = content["states"]
         content["states"] = {k: v for k, v in states.items() if v or k not in _LATER_FIELDS}
+        if not attributes.window.shards:
+            del content["window"]
     return content
 
 

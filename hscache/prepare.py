@@ -6,8 +6,10 @@ make another cache are refused with a field-by-field diff.
 """
 
 import dataclasses
+import functools
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from hscache import files, fingerprint, layout
@@ -27,6 +29,7 @@ from hscache.plan import write_plan
 from hscache.reader import Cache, open_cache
 from hscache.target import Target
 from hscache.template_kwargs import parse_template_kwargs
+from hscache.window_start import with_window
 from hscache.zarr_array import canonical_json
 
 
@@ -59,12 +62,15 @@ def prepare(config: ProduceConfig, target: Target) -> Cache:
     def check(corpus: PlannedCorpus) -> None:
         _require_context(corpus.longest, target)
         if root.exists():
-            expected = Identity(states=states, content=corpus.content, encoding=encoding)
-            require_same_identity(read_group(root, Identity), expected, cache_dir)
+            found = read_group(root, Identity)
+            expected = dataclasses.replace(
+                found, states=states, content=corpus.content, encoding=encoding
+            )
+            require_same_identity(found, expected, cache_dir)
 
     content = make_plan(config, target.tokenizer, check).content
     identity = Identity(states=states, content=content, encoding=encoding)
-    return _write_root(cache_dir, target, frozen, identity)
+    return _write_root(cache_dir, target, frozen, identity, functools.partial(with_window, config))
 
 
 def start_cache(
@@ -94,11 +100,21 @@ def _require_no_loose_shards(cache_dir: Path) -> None:
         )
 
 
-def _write_root(cache_dir: Path, target: Target, frozen: bytes, identity: Identity) -> Cache:
-    """Write frozen/ and the root, or check those that are there; the plan is."""
+def _write_root(
+    cache_dir: Path,
+    target: Target,
+    frozen: bytes,
+    identity: Identity,
+    complete: Callable[[Identity], Identity] = lambda identity: identity,
+) -> Cache:
+    """Write frozen/ and the root, or check those that are there; the plan is.
+
+    `complete` adds to the identity what depends on the size of both.
+    """
     if not layout.frozen_dir(cache_dir).exists():
         _write_frozen(cache_dir, frozen, target)
     _require_same_frozen(cache_dir, identity)
+    identity = complete(identity)
     # Last, so that a root promises a plan and frozen weights.
     files.create_once(layout.root_file(cache_dir), encode_group(identity))
     cache = open_cache(cache_dir)
@@ -118,7 +134,7 @@ def _refuse_early(
         over_long=config.data.over_long,
         shard_tokens=config.store.shard_tokens,
     )
-    expected = Identity(states=states, content=content, encoding=encoding)
+    expected = dataclasses.replace(found, states=states, content=content, encoding=encoding)
     require_same_identity(found, expected, config.shard_dir)
 
 

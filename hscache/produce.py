@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from hscache import __version__, files, layout, producers
+from hscache.admission import Admission
 from hscache.config import ProduceConfig, StoreConfig
 from hscache.content import ContentCheck, count_seen
 from hscache.corpus_plan import preview
@@ -39,11 +40,10 @@ from hscache.settings import to_dict
 from hscache.signals import raise_on_stop
 from hscache.stages import Measured, Stages, cut
 from hscache.target import Target
+from hscache.window_start import max_disk_bytes
 from hscache.writer import ShardWriter
 
 log = logging.getLogger(__name__)
-
-_WAIT_S = 1.0
 
 
 def run(config: ProduceConfig, *, dry_run: bool = False) -> int:
@@ -70,6 +70,7 @@ def produce(config: ProduceConfig, poll: Callable[[], None] = lambda: None) -> C
             log.info("removed %d leftovers of producers that died", len(removed))
         target = Target(config.target)
         cache = prepare(config, target)
+        admission = Admission(cache, producer, poll, max_disk_bytes(config))
         stages = None
         if _runs_ahead(target):
             stages = Stages(
@@ -77,22 +78,23 @@ def produce(config: ProduceConfig, poll: Callable[[], None] = lambda: None) -> C
                 target,
                 cache.identity.encoding.codec,
                 config.token_budget,
-                poll=poll,
+                poll=admission.poll,
                 likely_next=lambda: producer.likely_next(cache.plan.num_shards),
             )
 
         def plainly(shard: int) -> Iterator[tuple[int, Bits]]:
-            return _captured(cache, target, shard, config.token_budget, poll)
+            return _captured(cache, target, shard, config.token_budget, admission.poll)
 
         started = time.monotonic()
         made = fill(
             cache,
+            admission,
             producer,
             config.store,
             stages.states if stages else plainly,
             lambda shard: _provenance(cache, target, shard, config, stages),
-            poll,
         )
+        admission.free_what_is_done()
     print(summary(cache, made, time.monotonic() - started))
     return cache
 
@@ -142,11 +144,11 @@ none) for its documents, in order."""
 
 def fill(
     cache: Cache,
+    admission: Admission,
     producer: producers.Producer,
     store: StoreConfig,
     states: States,
     provenance: Callable[[int], dict[str, Any]],
-    poll: Callable[[], None],
     *,
     label: str = "produce",
 ) -> Made:
@@ -171,17 +173,12 @@ def fill(
             initial=done,
         ) as progress,
     ):
-        waiting = False
         while True:
-            shard = producer.claim_next(plan.num_shards)
+            shard = admission.next_shard()
             if shard is None:
                 if len(cache.published_shards()) == plan.num_shards:
                     return made
-                poll()
-                if not waiting:
-                    log.info("waiting for other producers: %s", producer.claims_of_others())
-                waiting = True
-                time.sleep(_WAIT_S)  # if one of them dies, its shard will be ours
+                admission.wait()
                 continue
             started = time.monotonic()
             check = ContentCheck()

@@ -29,7 +29,12 @@ class Producer:
     def __init__(self, cache_dir: Path) -> None:
         self._cache_dir = cache_dir
         self._path = layout.producers_dir(cache_dir) / f"{files.process_name()}.json"
-        self._record: dict[str, Any] = {"owner": _this_process(), "claim": None, "tokens": 0}
+        self._record: dict[str, Any] = {
+            "owner": this_process(),
+            "claim": None,
+            "started": False,
+            "tokens": 0,
+        }
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -56,7 +61,7 @@ class Producer:
         for shard in range(num_shards):
             if shard in published or shard in others:
                 continue
-            self._update(claim=shard)
+            self._update(claim=shard, started=False)
             # Two that chose at the same moment both see it here; the smaller name keeps it.
             rivals = [name for s, name in self._live_claims().items() if s == shard]
             if not rivals or min(rivals) > self._path.name:
@@ -78,6 +83,23 @@ class Producer:
         earlier = sum(mine is not None and shard < mine for shard in others)
         return free[earlier] if earlier < len(free) else None
 
+    def give_back(self) -> None:
+        """Drop the claim: there is no room for its shard yet."""
+        self._update(claim=None, started=False)
+
+    def start(self) -> None:
+        """Say that the claimed shard is being written: from now on it needs its room."""
+        self._update(started=True)
+
+    def being_written(self, below: int) -> dict[str, int]:
+        """Return the shards that other live producers write or, if lower than `below`, are about
+        to, by the producers' names."""
+        found = {}
+        for name, record in self._live_records():
+            if record["claim"] is not None and (record.get("started") or record["claim"] < below):
+                found[name.removesuffix(".json")] = int(record["claim"])
+        return found
+
     def report(self, **figures: Any) -> None:
         """Publish progress figures with the heartbeat."""
         self._update(**figures)
@@ -89,6 +111,9 @@ class Producer:
 
     def _live_claims(self) -> dict[int, str]:
         return live_claims(self._cache_dir, besides=self._path.name)
+
+    def _live_records(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        return live_records(self._cache_dir, besides=self._path.name)
 
     def _update(self, **changes: Any) -> None:
         with self._lock:
@@ -112,14 +137,21 @@ class Producer:
             self._write()
 
 
+def live_records(cache_dir: Path, *, besides: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the heartbeats of working producers, each with its file's name."""
+    for path in sorted(layout.producers_dir(cache_dir).glob("*.json")):
+        record = read_record(path) if path.name != besides else None
+        if record is not None and "claim" in record and is_working(path, record):
+            yield path.name, record
+
+
 def live_claims(cache_dir: Path, *, besides: str = "") -> dict[int, str]:
     """Return the shards that working producers are making, each with its heartbeat's file name."""
-    claims = {}
-    for path in layout.producers_dir(cache_dir).glob("*.json"):
-        record = read_record(path) if path.name != besides else None
-        if record is not None and record.get("claim") is not None and is_working(path, record):
-            claims[int(record["claim"])] = path.name
-    return claims
+    return {
+        int(record["claim"]): name
+        for name, record in live_records(cache_dir, besides=besides)
+        if record["claim"] is not None
+    }
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
@@ -142,7 +174,7 @@ def is_working(path: Path, record: dict[str, Any]) -> bool:
 
 def is_alive(path: Path, record: dict[str, Any]) -> bool:
     """Tell whether the process behind a heartbeat exists; on another host, has beaten lately."""
-    owner, here = record.get("owner", {}), _this_process()
+    owner, here = record.get("owner", {}), this_process()
     if all(owner.get(key) == here[key] for key in ("host", "boot", "pid_namespace")):
         return _start_ticks(int(owner.get("pid", -1))) == owner.get("start_ticks")
     return _is_fresh(path)
@@ -164,9 +196,10 @@ def clean_leftovers(cache_dir: Path) -> list[str]:
     for path in layout.producers_dir(cache_dir).glob("*.json"):
         record = read_record(path)
         (live if record is not None and is_alive(path, record) else dead).add(path.stem)
-    for folder in (cache_dir, layout.shards_dir(cache_dir), layout.producers_dir(cache_dir)):
+    places = (layout.shards_dir, layout.producers_dir, layout.consumers_dir)
+    for folder in (cache_dir, *(place(cache_dir) for place in places)):
         for path in _temporaries(folder):
-            owner = path.name.removeprefix(files.TEMPORARY_PREFIX).rsplit("-", 1)[0]
+            owner = owner_of(path)
             if owner in live or (owner not in dead and now_s - _mtime_s(path, now_s) < STALE_S):
                 continue
             if path.is_dir() and not path.is_symlink():
@@ -177,6 +210,11 @@ def clean_leftovers(cache_dir: Path) -> list[str]:
     for name in dead:
         (layout.producers_dir(cache_dir) / f"{name}.json").unlink(missing_ok=True)
     return removed
+
+
+def owner_of(temporary: Path) -> str:
+    """Return the name of the process that made a temporary file or folder."""
+    return temporary.name.removeprefix(files.TEMPORARY_PREFIX).rsplit("-", 1)[0]
 
 
 def _temporaries(folder: Path) -> Iterator[Path]:
@@ -197,7 +235,8 @@ def _mtime_s(path: Path, default_s: float) -> float:
         return default_s
 
 
-def _this_process() -> dict[str, Any]:
+def this_process() -> dict[str, Any]:
+    """Return who this process is: machine, boot, pid and when it started."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")

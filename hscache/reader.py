@@ -111,10 +111,18 @@ class Cache:
             raise cannot_read(layout.shards_dir(self.path), "its names", error) from error
         return [shard for shard in found if shard < self.plan.num_shards]
 
+    def is_published(self, shard: int) -> bool:
+        """Say whether a shard is on disk, or has been and was freed."""
+        return is_there(layout.shard_dir(self.path, shard) / "zarr.json")
+
+    def release_shards(self) -> None:
+        """Let go of the open shards: the disk keeps a deleted file for as long as it is open."""
+        self._shard.cache_clear()
+
     def shard_manifest(self, shard: int) -> ShardManifest:
         """Read a published shard's attributes and nothing else of it; raises as `shard` does."""
         where = layout.shard_dir(self.path, shard)
-        if not is_there(where / "zarr.json"):
+        if not self.is_published(shard):
             if where.exists():
                 raise CacheIncompleteError(
                     f"{where} is no shard: it has no zarr.json. Run `hscache repair` on the cache, "

@@ -129,7 +129,7 @@ class CacheSet(Cache):
 
     def identities(self) -> dict[str, Any]:
         """Return the identities as a checkpoint records them: the first, and `more`."""
-        first, *others = (to_dict(cache.identity) for cache in self.caches)
+        first, *others = (_recorded(cache) for cache in self.caches)
         return {**first, "more": {str(i): other for i, other in enumerate(others, start=1)}}
 
     def _place(self, shard: int) -> tuple[Cache, int, int]:
@@ -267,7 +267,14 @@ class _JoinedShard(Shard):
 
 def identities_of(cache: Cache) -> dict[str, Any]:
     """Return the identity that a checkpoint records, of one cache or of several."""
-    return cache.identities() if isinstance(cache, CacheSet) else to_dict(cache.identity)
+    return cache.identities() if isinstance(cache, CacheSet) else _recorded(cache)
+
+
+def _recorded(cache: Cache) -> dict[str, Any]:
+    identity = to_dict(cache.identity)
+    if not cache.identity.window.shards:
+        del identity["window"]  # as it was before there were windows
+    return identity
 
 
 def paths_of(cache: Cache) -> tuple[Path, ...]:

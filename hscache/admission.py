@@ -1,0 +1,213 @@
+"""Which shard a producer may start now: claims, the window, and room for bytes and inodes.
+
+Takes the open cache, this process's entry among its producers and the budget; hands on shard ids,
+or none for now and a reason in words. Frees what all consumers are done with on the way. A budget
+is kept by asking before each shard for all that it may take, for all shards in flight.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hscache import budget, files, layout, producers
+from hscache.consumers import Consumer, describe_consumer, read_consumers
+from hscache.freeing import delete_arrays, free_shard, freed_shards, is_freed
+from hscache.reader import Cache
+from hscache.report import format_bytes
+from hscache.window import first_closed, num_freeable
+
+log = logging.getLogger(__name__)
+
+_WAIT_S = 1.0
+_SAY_AGAIN_S = 60.0
+_LOOK_S = 1.0
+_SPARE_INODES = 32
+
+
+class Admission:
+    """Hands out shards to this producer; `max_disk_bytes` bounds the folder, if it is given."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        producer: producers.Producer,
+        poll: Callable[[], None],
+        max_disk_bytes: int | None = None,
+    ) -> None:
+        self._cache, self._producer, self._stop = cache, producer, poll
+        self._max_disk_bytes = max_disk_bytes
+        self._window = cache.identity.window
+        self._reason, self._last_said, self._said_s, self._paused = "", "", 0.0, False
+        self._looked_s = 0.0
+        self._lowest = cache.plan.training_shards.start  # of the shards that are not freed
+        self.num_freed = 0
+        """shards freed by this process"""
+        if self._window.shards:
+            for shard in freed_shards(cache):
+                delete_arrays(cache, shard)  # of a producer killed while it did
+
+    def next_shard(self) -> int | None:
+        """Claim the next shard that may be started; None if there is none now, see `wait`."""
+        plan = self._cache.plan
+        limit = plan.num_shards
+        consumers: list[Consumer] = []
+        if self._window.shards:
+            consumers = read_consumers(self._cache.path)
+            self._free(consumers)
+            first = plan.training_shards.start
+            limit = min(limit, first + first_closed(self._lowest - first, self._window))
+        shard = self._producer.claim_next(limit)
+        if shard is None:
+            self._reason = self._why_none(limit, consumers)
+            return None
+        if self._max_disk_bytes is not None and (why := self._lacks_room(shard, consumers)):
+            self._producer.give_back()
+            self._reason = why
+            return None
+        self._producer.start()
+        if self._paused:
+            log.info("there is room again: going on with shard %d", shard)
+            self._producer.report(waiting="")
+            self._paused = False
+        return shard
+
+    def free_what_is_done(self) -> None:
+        """Free what the consumers are done with, at the end; the rest waits for the next start."""
+        if self._window.shards:
+            self._free(read_consumers(self._cache.path))
+
+    def wait(self) -> None:
+        """Say why there is no shard, once and then now and again, and sleep a little."""
+        self._stop()
+        self._say(self._reason)
+        time.sleep(_WAIT_S)
+
+    def poll(self) -> None:
+        """Call between packs: raises when the run is to stop, pauses while the disk is full.
+
+        Room was there when the shard began; another program may have taken it since.
+        """
+        self._stop()
+        if self._max_disk_bytes is None or time.monotonic() - self._looked_s < _LOOK_S:
+            return
+        while why := self._other_program_took_room():
+            self._say(why)
+            time.sleep(_WAIT_S)
+            self._stop()
+        self._looked_s = time.monotonic()
+
+    def _say(self, reason: str) -> None:
+        # Figures in a reason change all the time; its first words tell reasons apart.
+        kind, now_s = reason.split(":")[0].split("(")[0], time.monotonic()
+        if kind != self._last_said or now_s - self._said_s > _SAY_AGAIN_S:
+            log.info("waiting: %s", reason)
+            self._producer.report(waiting=reason)
+            self._last_said, self._said_s, self._paused = kind, now_s, True
+
+    def _free(self, consumers: Sequence[Consumer]) -> None:
+        training = self._cache.plan.training_shards
+        done = num_freeable(c.acknowledged(len(training)) for c in consumers)
+        names = [c.name for c in consumers]
+        while self._lowest < training.stop:
+            if not self._cache.is_published(self._lowest):
+                return
+            if self._lowest < training.start + done:
+                free_shard(self._cache, self._lowest, names)
+                self.num_freed += 1
+            elif not is_freed(self._cache, self._lowest):
+                return
+            self._lowest += 1
+
+    def _why_none(self, limit: int, consumers: Sequence[Consumer]) -> str:
+        if limit == self._cache.plan.num_shards:
+            return f"other producers work on what is left: {self._producer.claims_of_others()}"
+        held = f"shards {self._lowest} to {limit - 1} are made or being made"
+        return f"the window is full ({held}, shard {limit} has no room): {self._who(consumers)}"
+
+    def _who(self, consumers: Sequence[Consumer]) -> str:
+        if not consumers:
+            return (
+                "nobody has registered to read them; start "
+                f"`trainer fit --follow --shards {self._cache.path}`"
+            )
+        num_shards = len(self._cache.plan.training_shards)
+        done = {c.name: c.acknowledged(num_shards) for c in consumers}
+        behind = [c for c in consumers if done[c.name] == min(done.values())]
+        text = ", ".join(describe_consumer(c, num_shards) for c in behind)
+        if any(not c.alive and not c.finished for c in behind):
+            text += f"; `hscache consumers {self._cache.path} --drop NAME` forgets one for good"
+        return f"it waits for {text}"
+
+    def _lacks_room(self, shard: int, consumers: Sequence[Consumer]) -> str:
+        """Return why a shard cannot be written now, "" if it can."""
+        assert self._max_disk_bytes is not None
+        cache = self._cache
+        others = self._producer.being_written(shard)
+        asked = budget.plan_shard_bound(cache.plan, cache.identity, shard)
+        in_flight = sum(
+            budget.plan_shard_bound(cache.plan, cache.identity, other)
+            for other in others.values()
+            if not layout.shard_dir(cache.path, other).exists()
+        )
+        used = self._used_bytes(others)
+        if used + in_flight + asked > self._max_disk_bytes:
+            self._clean()
+            used = self._used_bytes(others)
+        if used + in_flight + asked > self._max_disk_bytes:
+            return (
+                f"max_disk is reached: {format_bytes(used)} of "
+                f"{format_bytes(self._max_disk_bytes)} are on disk, shard {shard} may take "
+                f"{format_bytes(asked)} and those in other hands {format_bytes(in_flight)}; "
+                f"{self._who(consumers) if self._window.shards else 'nothing here is ever freed'}"
+            )
+        written = sum(budget.used_bytes(path) for path in self._temporaries_of(others))
+        kept = sum(c.progress.checkpoint_bytes for c in consumers)
+        free = budget.free_bytes(cache.path) + written
+        if free < asked + in_flight + kept:
+            kept_words = f" and checkpoints {format_bytes(kept)}" if kept else ""
+            return (
+                f"the disk is full: {format_bytes(free)} are free on the filesystem of "
+                f"{cache.path}, shard {shard} may take {format_bytes(asked)}, those in other hands "
+                f"{format_bytes(in_flight)}{kept_words}. It goes on when something is deleted"
+            )
+        wanted = budget.shard_inodes(cache.identity) * (1 + len(others)) + _SPARE_INODES
+        inodes = budget.free_inodes(cache.path)
+        if inodes is not None and inodes < wanted:
+            return (
+                f"the disk is full: {inodes} inodes are free on the filesystem of {cache.path}, "
+                f"shard {shard} and those in other hands take {wanted}. It goes on when files are "
+                "deleted"
+            )
+        return ""
+
+    def _temporaries_of(self, others: dict[str, int]) -> list[Path]:
+        temporaries = layout.shards_dir(self._cache.path).glob(f"{files.TEMPORARY_PREFIX}*")
+        return [path for path in temporaries if producers.owner_of(path) in others]
+
+    def _used_bytes(self, others: dict[str, int]) -> int:
+        """Return what is on disk, but for shards in flight: their bounds count."""
+        return budget.used_bytes(
+            self._cache.path, skip={path.name for path in self._temporaries_of(others)}
+        )
+
+    def _clean(self) -> None:
+        """Delete what dead producers left, or it would take the room of what is missing."""
+        removed = producers.clean_leftovers(self._cache.path)
+        if removed:
+            log.info("removed %d leftovers of producers that died", len(removed))
+        if self._window.shards:
+            for shard in range(self._cache.plan.training_shards.start, self._lowest):
+                delete_arrays(self._cache, shard)
+
+    def _other_program_took_room(self) -> str:
+        kept = 0
+        if self._window.shards:
+            kept = sum(c.progress.checkpoint_bytes for c in read_consumers(self._cache.path))
+        if (free := budget.free_bytes(self._cache.path)) <= kept:
+            return (
+                f"the disk is full: {format_bytes(free)} are free on the filesystem of "
+                f"{self._cache.path}, and {format_bytes(kept)} are kept for checkpoints. It goes "
+                "on when something is deleted"
+            )
+        return ""
