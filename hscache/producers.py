@@ -154,6 +154,11 @@ def live_claims(cache_dir: Path, *, besides: str = "") -> dict[int, str]:
     }
 
 
+def working_producers(cache_dir: Path) -> dict[str, dict[str, Any]]:
+    """Return the records of the producers at work, by name."""
+    return {name.removesuffix(".json"): record for name, record in live_records(cache_dir)}
+
+
 def read_record(path: Path) -> dict[str, Any] | None:
     """Read a heartbeat file; None when it is gone or unreadable."""
     try:

@@ -5,8 +5,10 @@ are what the schedule needs at a time, `reserve` more are for those in flight an
 since the last checkpoint, P passes are made over each (design.md section 5).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from hscache.errors import ConfigError
 from hscache.manifest import WindowIdentity
@@ -89,11 +91,20 @@ def first_closed(lowest_unfreed: int, window: WindowIdentity) -> int:
     return lowest_unfreed + window.shards + window.reserve
 
 
-def least_slots(ticks_behind: int, window: WindowIdentity, num_shards: int) -> int:
+def slots_needed(
+    rows_per_tick: Sequence[int], rows_behind: int, window: WindowIdentity, num_shards: int
+) -> int:
     """Return the W + reserve with which a consumer never waits for its own acknowledgement.
 
-    `ticks_behind` is how far what it has acknowledged lags behind the tick it wants to read, at the
-    most: f is then k - (P - 1) s - ticks_behind, and shard k needs k < f + W + reserve.
+    Up to `rows_behind` of the rows it has consumed are in no checkpoint yet. If the first of them
+    is the last row of tick T, then f is T - (P - 1) s, and it may want any shard k that those rows
+    lead up to; that one needs k < f + W + reserve.
     """
-    stride = visit_stride(window.shards, num_shards, window.passes)
-    return min(num_shards, (window.passes - 1) * stride + ticks_behind + 1)
+    last_visit = (window.passes - 1) * visit_stride(window.shards, num_shards, window.passes)
+    ticks_T = np.arange(num_shards)
+    freed_T = np.maximum(0, ticks_T - last_visit)
+    wanted_T = ticks_T
+    if rows_behind:
+        before_T = np.concatenate([[0], np.cumsum(rows_per_tick[:num_shards])])  # and one more
+        wanted_T = before_T.searchsorted(before_T[1:] + rows_behind - 1, side="right") - 1
+    return int((np.minimum(wanted_T, num_shards - 1) - freed_T).max()) + 1

@@ -93,12 +93,30 @@ def test_freed_shards_are_counted_and_refused(whole, tmp_path):
     assert plan_of(folder, allow_partial=True).schedule.shards == (1, 2, 4, 5)
 
 
-def test_shards_whose_documents_were_all_quarantined_are_left_out(tmp_path):
+def test_what_was_quarantined_changes_no_plan_but_a_partial_one(tmp_path):
+    """A run that follows cannot know it beforehand, and must see the same."""
     plan = open_cache(make_cache(tmp_path / "p", CORPUS, leave_out=range(9))).plan
     gone = tuple(plan.shard_documents(2)) + tuple(plan.shard_documents(3))[:1]
-    run = plan_of(make_cache(tmp_path / "c", CORPUS, quarantine=gone))
-    assert run.schedule.shards == (1, 3, 4, 5)
-    assert run.total_tokens == 2 * 30 * (18 - len(gone))
+    folder = make_cache(tmp_path / "c", CORPUS, quarantine=gone)
+    run = plan_of(folder)
+    assert run.schedule.shards == (1, 2, 3, 4, 5)
+    assert run.total_tokens == 2 * 30 * 18
+    partial = plan_of(folder, allow_partial=True)
+    assert partial.schedule.shards == (1, 3, 4, 5)
+    assert partial.total_tokens == 2 * 30 * (18 - len(gone))
+    assert read_state(fit(fit_config(folder, tmp_path / "run"))).tokens == partial.total_tokens
+
+
+def test_a_window_orders_the_visits_and_contradictions_are_refused(whole):
+    run = plan_of(whole, window=4)
+    assert run.schedule.stride == 2
+    assert "each 2 shards after the one before" in describe(run, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="window: found 1, expected at least 2"):
+        plan_of(whole, window=1)
+    with pytest.raises(ConfigError, match="allow_partial and window"):
+        plan_of(whole, window=4, allow_partial=True)
+    with pytest.raises(ConfigError, match="allow_partial and follow"):
+        plan_of(whole, follow=True, allow_partial=True)
 
 
 def test_nothing_to_learn_is_refused(tmp_path):

@@ -12,9 +12,9 @@ from hscache.window import (
     DiskNeeds,
     choose_window,
     first_closed,
-    least_slots,
     num_acknowledged,
     num_freeable,
+    slots_needed,
     visit_stride,
 )
 from trainer.schedule import Schedule
@@ -96,7 +96,8 @@ def test_no_order_of_events_deadlocks_or_fills_more_than_the_slots(case, behind,
     stride = visit_stride(window.shards, num_shards, window.passes)
     schedule = Schedule(shards=tuple(range(num_shards)), passes=window.passes, stride=stride)
     behind = min(behind, window.reserve - 1)  # of what is consumed, by checkpoints
-    assert least_slots(behind, window, num_shards) <= window.shards + window.reserve
+    needed = slots_needed([1] * num_shards, behind, window, num_shards)
+    assert needed <= window.shards + window.reserve
     published: set[int] = set()
     claims: dict[int, int] = {}
     freed, consumed, saved = 0, 0, 0
@@ -133,17 +134,21 @@ def test_no_order_of_events_deadlocks_or_fills_more_than_the_slots(case, behind,
         assert idle < 2000, "nothing can happen any more"
 
 
-@given(windows())
-def test_one_slot_less_than_the_least_deadlocks_a_consumer_that_lags(case):
+@given(windows(), st.integers(0, 12), st.data())
+def test_slots_needed_are_those_of_the_worst_moment(case, rows_behind, data):
+    """The slow reference goes through every row at which a checkpoint may have ended."""
     window, num_shards = case
-    stride = visit_stride(window.shards, num_shards, window.passes)
-    for behind in range(4):
-        slots = least_slots(behind, window, num_shards)
-        if slots == num_shards:
-            continue  # everything fits
-        # At tick k all but the last `behind` are acknowledged.
-        k = (window.passes - 1) * stride + behind
-        f = num_acknowledged(k - behind, num_shards, passes=window.passes, stride=stride)
-        assert f == 0
-        assert k < f + slots
-        assert k >= f + slots - 1
+    passes, stride = window.passes, visit_stride(window.shards, num_shards, window.passes)
+    rows = data.draw(st.lists(st.integers(1, 4), min_size=num_shards, max_size=num_shards))
+    starts = [sum(rows[:tick]) for tick in range(num_shards + 1)]
+    needed = 1
+    for saved in range(starts[-1]):
+        tick = max(t for t in range(num_shards) if starts[t] <= saved)
+        f = num_acknowledged(tick, num_shards, passes=passes, stride=stride)
+        for consumed in range(saved, saved + rows_behind + 1):
+            if consumed in starts[:-1]:  # it wants the shard of the next tick
+                needed = max(needed, starts.index(consumed) - f + 1)
+    found = slots_needed(rows, rows_behind, window, num_shards)
+    assert needed <= found
+    if min(rows) > 1 or rows_behind == 0:
+        assert found == needed

@@ -358,6 +358,12 @@ class FitConfig:
     on_bad_shard: Literal["stop", "skip"] = "stop"
     """At documents whose states cannot be read: stop after a checkpoint, or go on without them and
     record which."""
+    follow: bool = False
+    """Train while hscache produce works: wait for shards, and let it free those this run is done
+    with (--retain window). Writes its progress into the cache's consumers/."""
+    window: int | None = None
+    """Visit shards as a window of this many would, on a cache that keeps them all: a cache made
+    with --retain window says it itself. None: ordinary passes, one after the other."""
     checkpoint_every: int = 1000
     """Optimizer steps between checkpoints, which wait for the next meeting of the ranks; the last
     step always writes one."""
@@ -399,6 +405,14 @@ class FitConfig:
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: found {getattr(self, name)}, expected at least 1.")
+        if self.window is not None and self.window < 1:
+            raise ConfigError(f"window: found {self.window}, expected at least 1.")
+        if self.allow_partial and (self.follow or self.window is not None):
+            other = "follow" if self.follow else "window"
+            raise ConfigError(
+                f"allow_partial and {other}: one trains on what is there, the other on every shard "
+                "in its turn. Leave one of them out."
+            )
         if self.eval_every_tokens < 0:
             raise ConfigError(
                 f"eval_every_tokens: found {self.eval_every_tokens}, expected 0 (none) or more."

@@ -32,6 +32,7 @@ from hscache.settings import save_config
 from hscache.zarr_array import canonical_json, checksum_hex
 from trainer.checkpoint import list_checkpoints, read_state, require_space
 from trainer.config import FitConfig
+from trainer.follow import require_unseen_kept, require_window, wait_for_cache
 from trainer.loop import train
 from trainer.ranks import RankLostError, Ranks, connected, launch_of
 from trainer.run_plan import RunPlan, checkpoint_size, describe, plan_run, require_room
@@ -96,6 +97,8 @@ def _prepare(
     """Return what this rank would start with: the run, where it is, device and checkpoint."""
     device = choose_device(config.device)
     checkpoint = _starting_point(config)
+    if config.follow:
+        wait_for_cache(config)
     if checkpoint is None:
         run = _plan_alike(config, ranks)
         require_room(run, device, ranks.num_ranks)
@@ -106,6 +109,9 @@ def _prepare(
         require_room(run, device, ranks.num_ranks)
         training = resume_training(run, device, checkpoint, found, ranks)
         log.info("resuming %s at step %d", checkpoint, training.step)
+    if config.follow:
+        require_window(run, ranks.num_ranks)
+        require_unseen_kept(run, training.position)
     return run, training, device, checkpoint
 
 

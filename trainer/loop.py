@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import logging
 import signal
 import time
@@ -27,9 +28,11 @@ from trainer.bad_shards import describe_skipped
 from trainer.batches import Batch, Loader, StepEnd
 from trainer.checkpoint import mark_best
 from trainer.checkpoint_writer import CheckpointWriter
+from trainer.follow import Follower
 from trainer.metrics import MetricsLog, Window
 from trainer.run_plan import RunPlan
 from trainer.schedule import Share
+from trainer.shard_wait import PATIENCE_S, ShardWait
 from trainer.training import Training, save_training
 from trainer.watch import HeldOutWatch
 
@@ -58,6 +61,7 @@ def train(run: RunPlan, training: Training, device: torch.device, saved: Path | 
     checkpoint when SIGTERM or Ctrl-C came to any, HscacheError when the loss is no longer finite.
     """
     config, ranks = run.config, training.ranks
+    wait = ShardWait(run.cache) if config.follow else None
     loader = Loader(
         run.cache,
         run.schedule,
@@ -71,6 +75,7 @@ def train(run: RunPlan, training: Training, device: torch.device, saved: Path | 
             rank=ranks.rank, num_ranks=ranks.num_ranks, rows_per_step=config.global_batch_rows
         ),
         on_bad_shard=config.on_bad_shard,
+        wait=wait,
     )
     progress = Progress(
         run.total_tokens,
@@ -91,10 +96,14 @@ def train(run: RunPlan, training: Training, device: torch.device, saved: Path | 
                 eval_after_step=training.step,
             )
             stack.enter_context(metrics)
+        follower = None
+        if wait is not None and ranks.is_first:
+            follower = Follower(run, wait, training.position, ranks.num_ranks)
+            stack.enter_context(follower)
         writer = stack.enter_context(CheckpointWriter())
         stack.enter_context(loader)
         stack.enter_context(progress)
-        loop = _Loop(run, training, loader, stop, metrics, writer, progress, saved)
+        loop = _Loop(run, training, loader, stop, metrics, writer, progress, follower, saved)
         return loop.run()
 
 
@@ -108,16 +117,18 @@ class _Loop:
         metrics: MetricsLog | None,
         writer: CheckpointWriter,
         progress: Progress,
+        follower: Follower | None,
         saved: Path | None,
     ) -> None:
         self._run, self._training, self._ranks = run, training, training.ranks
         self._loader, self._metrics, self._writer = loader, metrics, writer
-        self._progress, self._stop = progress, stop
+        self._progress, self._stop, self._follower = progress, stop, follower
         self._saved, self._saved_step = saved, training.step
         self._steps = loader.steps(_POLL_S)
         self._next: tuple[list[Batch], StepEnd] | None = None
         self._error: Exception | None = None
         self._starving = False
+        self._fed_s = time.monotonic()
         self._shown: dict[str, float | str] = {}
         self._watch = HeldOutWatch(run, training, metrics) if metrics else None
 
@@ -135,6 +146,8 @@ class _Loop:
             self._save()
         self._writer.finish()
         assert self._saved is not None
+        if self._follower is not None:
+            self._follower.finish(training.step)
         if self._watch is not None:
             if self._watch.is_best(training):  # saved before it was looked at
                 mark_best(self._saved)
@@ -147,12 +160,15 @@ class _Loop:
         patience_s = self._patience_s()
         while True:
             state = self._fetch(lambda waited_s: waited_s > patience_s)
-            found = self._ranks.gather([state, self._stop() or 0])
-            worst = max(int(state) for state, _ in found)
+            why_save = self._why_save() if state == State.STARVED else ""
+            found = self._ranks.gather([state, self._stop() or 0, why_save != ""])
+            worst = max(int(state) for state, *_ in found)
             if worst >= State.STOPPED:
-                self._halt([[int(state), int(signum)] for state, signum in found])
+                self._halt([[int(state), int(signum)] for state, signum, _ in found])
             if worst == State.FINISHED:
                 return
+            if any(asked for *_, asked in found):
+                self._save_early(why_save)
             if worst == State.RUNNING:
                 self._update()
                 self._settle()
@@ -163,13 +179,16 @@ class _Loop:
             state = self._step_alone(meeting)
             self._ranks.call(f"here-{meeting}", str(self._ranks.rank))
             signum = (self._stop() or 0) if state == State.STOPPED else 0
-            found = self._training.meet(state, signum)
+            why_save = self._why_save()
+            found = self._training.meet(state, signum, int(why_save != ""))
             if self._ranks.is_first and (cause := self._ranks.called(f"call-{meeting}")):
                 log.warning("met early, after step %d: %s", self._training.step, cause)
             self._settle()
-            if max(state for state, _ in found) >= State.STOPPED:
-                self._halt(found)
-            if all(state == State.FINISHED for state, _ in found):
+            if max(state for state, *_ in found) >= State.STOPPED:
+                self._halt([flags[:2] for flags in found])
+            if any(asked for *_, asked in found):
+                self._save_early(why_save)
+            if all(state == State.FINISHED for state, *_ in found):
                 return
             meeting += 1
 
@@ -180,7 +199,7 @@ class _Loop:
         def give_up(waited_s: float) -> bool:
             # Having starved once, this rank no longer calls; it comes when others have.
             starved = ranks.called(f"here-{meeting}") if self._starving else waited_s > patience_s
-            return bool(starved or ranks.called(f"call-{meeting}"))
+            return bool(starved or ranks.called(f"call-{meeting}") or self._why_save())
 
         while self._training.work.num_steps < self._run.config.sync.local_steps:
             if ranks.called(f"call-{meeting}"):
@@ -189,7 +208,7 @@ class _Loop:
             if state == State.FINISHED:
                 return state
             if state != State.RUNNING:
-                known = state == State.STARVED and self._starving
+                known = state == State.STARVED and self._starving and not self._why_save()
                 if not known and not ranks.called(f"call-{meeting}"):
                     why = {
                         State.STARVED: f"has no rows after {patience_s:g} s of waiting",
@@ -203,7 +222,16 @@ class _Loop:
             self._update()
         return State.RUNNING
 
+    def _why_save(self) -> str:
+        """Return why this rank asks for a checkpoint now, as the one that follows a producer."""
+        starved_s = time.monotonic() - self._fed_s
+        if self._follower is None or starved_s < PATIENCE_S:
+            return ""
+        return self._follower.why_save(self._training.position, starved_s)
+
     def _patience_s(self) -> float:
+        if self._run.config.follow and self._training.together:
+            return PATIENCE_S
         return min(_PATIENCE_S, self._ranks.timeout_s / 3)
 
     def _fetch(self, give_up: Callable[[float], bool]) -> State:
@@ -230,6 +258,7 @@ class _Loop:
     def _update(self) -> None:
         assert self._next is not None
         (rows, end), self._next = self._next, None
+        self._fed_s = time.monotonic()
         self._training.update(rows, end)
         self._progress.advance(end.num_tokens, **self._shown)
 
@@ -253,12 +282,29 @@ class _Loop:
         self._agree_on_skipped()
         self._writer.finish()  # it may still be about to mark another one as the best
         best = self._watch is not None and self._watch.is_best(self._training)
-        self._saved = save_training(self._run, self._training, self._writer, best=best)
+        durable = lambda: None  # noqa: E731
+        if self._follower is not None:
+            progress = self._follower.saving(self._training.position, self._training.step)
+            durable = functools.partial(self._follower.acknowledge, progress)
+        self._saved = save_training(
+            self._run, self._training, self._writer, best=best, durable=durable
+        )
         self._saved_step = self._training.step
 
     def _agree_on_skipped(self) -> None:
         if self._run.config.on_bad_shard == "skip":
             self._training.agree_on_skipped()
+
+    def _save_early(self, why: str) -> None:
+        if why:
+            log.info("saving step %d early: %s", self._training.step, why)
+        if self._training.step > self._saved_step:
+            self._look(saving=True)
+            self._save()
+        elif self._follower is not None:  # only ticks without rows came since
+            self._writer.finish()
+            position = self._training.position
+            self._follower.acknowledge(self._follower.saving(position, self._saved_step))
 
     def _log(self) -> None:
         """Write a line of metrics and start a new window."""

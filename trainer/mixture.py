@@ -86,10 +86,8 @@ def mixed_tokens(
     return round(sum(of_shard[visit.shard] for tick in ticks for visit in schedule.visits(tick)))
 
 
-def describe_mixture(schedule: Schedule, names: Sequence[str]) -> list[list[str]]:
+def describe_mixture(schedule: MixedSchedule, names: Sequence[str]) -> list[list[str]]:
     """Return rows for the table of a run: what is read of each cache."""
-    if not isinstance(schedule, MixedSchedule):
-        return [["shards", f"{len(schedule.shards)} x {schedule.passes} passes"]]
     counts = zip(names, schedule.parts, schedule.visits_of_parts(), strict=True)
     return [
         ["shards", f"{len(part)} x {visits / len(part):.4g} passes of {name}"]

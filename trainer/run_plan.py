@@ -7,7 +7,7 @@ Takes a `FitConfig`, opens the cache and checks all that can be checked without 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from hscache.device import DTYPES
 from hscache.errors import CacheIncompleteError, ConfigError
 from hscache.reader import Cache, Document
 from hscache.report import format_bytes, format_table
+from hscache.window import visit_stride
 from trainer.anchors import coverage, valid_anchors
 from trainer.attention import training_backend
 from trainer.bad_shards import manifest_or_none
@@ -136,7 +137,9 @@ def _schedule(
         return mixed, rule, mixed_tokens(plan, mixed, documents, rule)
     rows = [row for shard in shards for row in documents[shard]]
     rule = anchor_rule(plan, rows, **shape)
-    schedule = Schedule(shards=shards, passes=config.passes, stride=len(shards))
+    schedule = Schedule(
+        shards=shards, passes=config.passes, stride=_stride(cache, config, len(shards))
+    )
     return schedule, rule, round(expected_tokens(plan, rows, rule) * config.passes)
 
 
@@ -168,13 +171,44 @@ def _held_out(cache: Cache, config: FitConfig) -> tuple[Document, ...]:
     return chosen
 
 
+def _stride(cache: Cache, config: FitConfig, num_shards: int) -> int:
+    """Return how many ticks lie between two visits of a shard."""
+    window = cache.identity.window
+    if config.allow_partial:
+        return num_shards
+    if window.shards:
+        if config.passes != window.passes:
+            raise ConfigError(
+                f"passes: found {config.passes}, and {cache.path} frees its shards after "
+                f"{window.passes} (--passes of `hscache produce`). Set passes to {window.passes}."
+            )
+        if config.window not in (None, window.shards):
+            raise ConfigError(
+                f"window: found {config.window}, and {cache.path} was made with a window of "
+                f"{window.shards} shards. Leave window out."
+            )
+        return visit_stride(window.shards, num_shards, window.passes)
+    if config.window is None:
+        return num_shards
+    if config.window < min(config.passes, num_shards):
+        raise ConfigError(
+            f"window: found {config.window}, expected at least {config.passes}, one shard a pass."
+        )
+    return visit_stride(config.window, num_shards, config.passes)
+
+
 def _training_documents(
     cache: Cache, config: FitConfig, recorded_shards: Collection[int] | None
-) -> dict[int, list[int]]:
-    # The plan rows with states of each training shard that has any; shards ascend.
+) -> dict[int, Sequence[int]]:
+    """Return the plan rows of each training shard; shards ascend.
+
+    All of the plan's, whatever was quarantined, so that a run that follows plans the same. Of a
+    partial cache only those with states.
+    """
     wanted = cache.plan.training_shards
+    if config.follow:
+        return {shard: cache.plan.shard_documents(shard) for shard in wanted}
     published = set(cache.published_shards())
-    allow_partial = config.allow_partial
     manifests = {
         shard: manifest_or_none(cache, shard, config.on_bad_shard)
         for shard in wanted
@@ -186,12 +220,15 @@ def _training_documents(
     counts = f"{len(present)} of {len(wanted)} training shards are there"
     if num_freed:
         counts += f", {num_freed} were freed"
-    if missing and not allow_partial:
+    if missing and not config.allow_partial:
+        finish = "Finish it with `hscache produce`"
+        if cache.identity.window.shards:
+            finish = "It keeps a window of shards only: train with --follow while it is produced"
         raise CacheIncompleteError(
-            f"{cache.path} is unfinished: {counts}. Finish it with `hscache produce`, or train on "
-            "what is there with --allow-partial."
+            f"{cache.path} is unfinished: {counts}. {finish}, or train on what is there with "
+            "--allow-partial."
         )
-    if allow_partial and recorded_shards is not None:
+    if config.allow_partial and recorded_shards is not None:
         present = {shard: m for shard, m in present.items() if shard in recorded_shards}
     usable = {shard: m for shard, m in present.items() if m is None or m.num_documents > 0}
     if not usable:
@@ -205,6 +242,8 @@ def _training_documents(
             "which",
             len(usable), len(wanted), 100 * len(usable) / len(wanted),
         )  # fmt: skip
+    if not config.allow_partial:
+        return {shard: cache.plan.shard_documents(shard) for shard in wanted}
     quarantined = {
         shard: {q.document for q in m.quarantined} if m else set() for shard, m in usable.items()
     }
@@ -273,6 +312,19 @@ def _describe_held_out(run: RunPlan) -> list[list[str]]:
     ]
 
 
+def _describe_shards(run: RunPlan) -> list[list[str]]:
+    schedule = run.schedule
+    if isinstance(schedule, MixedSchedule):
+        return describe_mixture(schedule, [str(path) for path in run.config.shards])
+    text = f"{len(schedule.shards)} x {schedule.passes} passes"
+    if schedule.stride < len(schedule.shards):
+        text += f", each {schedule.stride} shards after the one before"
+    if run.config.follow:
+        there = sum(run.cache.is_published(shard) for shard in schedule.shards)
+        text += f"; following, {there} have been made"
+    return [["shards", text]]
+
+
 def describe(run: RunPlan, device: torch.device, num_ranks: int = 1) -> str:
     """Return the batch arithmetic and the predicted memory as a table."""
     config, drafter = run.config, run.drafter
@@ -283,7 +335,7 @@ def describe(run: RunPlan, device: torch.device, num_ranks: int = 1) -> str:
         [
             ["drafter", f"{num_parameters(drafter):,} parameters, block {drafter.block_size}"],
             ["features", f"layers {layers} x {drafter.hidden_size}"],
-            *describe_mixture(run.schedule, [str(path) for path in config.shards]),
+            *_describe_shards(run),
             ["tokens", f"{run.total_tokens:,} over all passes"],
             ["row", f"{config.row_tokens:,} tokens, {config.anchors_per_row} anchors"],
             ["ranks", _describe_ranks(config, num_ranks)],

@@ -9,6 +9,7 @@ Axes: N blocks, B block slots, M scored slots, H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -432,11 +433,16 @@ def _mixture(run: RunPlan) -> dict[str, Any]:
 
 
 def save_training(
-    run: RunPlan, training: Training, writer: CheckpointWriter, *, best: bool = False
+    run: RunPlan,
+    training: Training,
+    writer: CheckpointWriter,
+    *,
+    best: bool = False,
+    durable: Callable[[], None] = lambda: None,
 ) -> Path:
     """Copy the run's state and begin to write it as a checkpoint; return where it will appear.
 
-    `best` marks it so once it is there; only rank 0's word counts.
+    `best` marks it so once it is there, and `durable` is called then; only rank 0's count.
     To be called by every rank, at the same step and after a meeting. Raises HscacheError instead
     when the loss is not finite, and whatever the writing of the checkpoint before it raised.
     """
@@ -471,6 +477,7 @@ def save_training(
                 best=best,
                 others=others,
             )
+            durable()
         except Exception as error:
             if not training.together:
                 cancel_moments(ranks, state.step, error)
