@@ -59,6 +59,7 @@ def produce_flags(world: Path, shard_dir: Path, *flags: str) -> list[str]:
         "--target.target-layer-ids=0,1", "--target.device=cpu", "--target.dtype=float32",
         f"--data.train={world / 'train.jsonl'}", "--data.max-tokens=120", "--data.workers=0",
         "--data.held-out-fraction=0.04", "--store.shard-tokens=260", "--store.threads=1",
+        "--store.codec=none",  # so that a shard takes nearly all that it is given
         "--token-budget=128", *flags,
     ]  # fmt: skip
 
@@ -197,6 +198,8 @@ class Report:
     most_used: int
     freed: int
     steps: int
+    lowest_dies: bool
+    """the holder of the lowest missing shard was killed while the window was full but for it"""
     early_saves: int
     full: int
     """times a producer said that it waits for room"""
@@ -286,7 +289,7 @@ class Dance:
                 for rank in range(ranks)
             ]  # fmt: skip
 
-        started_s = time.monotonic()
+        started_s, lowest_died = time.monotonic(), False
         counts = dict.fromkeys(("producer", "trainer", "lowest claim", "terminated"), 0)
         with Watch(cache) as watch:
             running = {
@@ -312,7 +315,7 @@ class Dance:
                         counts["lowest claim"] += 1
                         stalled.kill()
                         stalled.join()
-                        lowest_dies = False
+                        lowest_dies, lowest_died = False, True
                 elif kills and running and time.monotonic() > next_kill_s:
                     if what := self._kill(chance, cache, running):
                         counts[what] += 1
@@ -341,6 +344,7 @@ class Dance:
             ranks=ranks, checkpoint_every=every, kills=counts,
             seconds=round(time.monotonic() - started_s, 2), max_disk=max_disk,
             most_used=watch.most_used, freed=states.count("freed"), steps=len(found),
+            lowest_dies=lowest_died,
             early_saves=text.count("early:"), full=text.count("the window is full"),
         )  # fmt: skip
 
