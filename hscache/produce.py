@@ -27,6 +27,7 @@ from hscache.content import ContentCheck, count_seen
 from hscache.corpus_plan import preview
 from hscache.device import choose_device
 from hscache.errors import HscacheError, ShardCorruptError
+from hscache.left_behind import find_left_behind
 from hscache.manifest import ContentIdentity, require_same_identity
 from hscache.packed_forward import kernel_versions
 from hscache.plan import Plan
@@ -64,6 +65,8 @@ def produce(config: ProduceConfig, poll: Callable[[], None] = lambda: None) -> C
     DataError on unusable input, HscacheError when too many documents gave unusable states.
     """
     make_cache_folder(config.shard_dir)
+    for left in find_left_behind(config.shard_dir):
+        log.warning("%s", left)
     with producers.Producer(config.shard_dir) as producer:
         removed = producers.clean_leftovers(config.shard_dir)
         if removed:
@@ -285,12 +288,19 @@ def summary(cache: Cache, made: Made, seconds: float, title: str = "produced") -
     raw = sum(m.raw_bytes for m in shards)
     stored = sum(m.stored_bytes for m in shards)
     rate = made.tokens / seconds if seconds else 0.0
+    freed = sum(m.state == "freed" for m in shards)
+    and_freed = f"; {freed} freed since" if freed else ""
     report = cache.plan.manifest.report
     names = sorted(report, key=lambda name: (name != "rows in", name))
     rows = [[name, f"{report[name]:,}"] for name in names]
     rows += [
-        ["shards", f"{len(shards)} ({made.shards} by this run)"],
+        ["shards", f"{len(shards)} ({made.shards} by this run{and_freed})"],
         ["documents", f"{sum(m.num_documents for m in shards):,}"],
+        *(
+            [["freed", f"{freed} shards"]]
+            if (freed := sum(m.state == "freed" for m in shards))
+            else []
+        ),
         ["quarantined", f"{sum(len(m.quarantined) for m in shards):,}"],
         ["tokens", f"{sum(m.num_tokens for m in shards):,} ({made.tokens:,} by this run)"],
         ["tokens/s", f"{rate:,.0f}"],

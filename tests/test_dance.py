@@ -44,5 +44,6 @@ def test_a_plan_of_fewer_shards_than_the_window(server, tmp_path):
 
 
 def test_several_ranks_follow(floor):
-    report = floor.dance(3, 6, 6, ranks=2, kills=2, every=4)
+    """They step alone and meet: one that starves calls the others."""
+    report = floor.dance(3, 6, 6, ranks=2, mode="average", kills=2, every=4)
     assert report.freed > 0

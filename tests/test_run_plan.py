@@ -110,7 +110,7 @@ def test_what_was_quarantined_changes_no_plan_but_a_partial_one(tmp_path):
 def test_a_window_orders_the_visits_and_contradictions_are_refused(whole):
     run = plan_of(whole, window=4)
     assert run.schedule.stride == 2
-    assert "each 2 shards after the one before" in describe(run, torch.device("cpu"))
+    assert "5 x 2 passes of a window, 2 ticks apart" in describe(run, torch.device("cpu"))
     with pytest.raises(ConfigError, match="window: found 1, expected at least 2"):
         plan_of(whole, window=1)
     with pytest.raises(ConfigError, match="allow_partial and window"):

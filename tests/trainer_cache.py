@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ from cache_maker import make_identity
 from hscache import files, layout
 from hscache.fingerprint import config_sha256
 from hscache.frozen import Frozen
-from hscache.manifest import encode_group
+from hscache.manifest import WindowIdentity, encode_group
 from hscache.plan import TokenizedDocument, deal_into_shards, write_plan
 from hscache.writer import ShardWriter
 from trainer.config import DrafterShape, FitConfig, LossConfig, OptimConfig
@@ -91,6 +92,7 @@ def make_cache(
     shard_tokens: int = 120,
     quarantine: tuple[int, ...] = (),
     leave_out: tuple[int, ...] = (),
+    window: WindowIdentity | None = None,
     **states,
 ) -> Path:
     """Write a cache; `bits(row, num_tokens)` gives the states of a plan row.
@@ -121,6 +123,8 @@ def make_cache(
             **states,
         },
     )
+    if window is not None:
+        identity = dataclasses.replace(identity, window=window)
     write_plan(folder, corpus, shards, {})
     layout.frozen_dir(folder).mkdir()
     layout.frozen_weights(folder).write_bytes(weights)

@@ -318,7 +318,7 @@ def _describe_shards(run: RunPlan) -> list[list[str]]:
         return describe_mixture(schedule, [str(path) for path in run.config.shards])
     text = f"{len(schedule.shards)} x {schedule.passes} passes"
     if schedule.stride < len(schedule.shards):
-        text += f", each {schedule.stride} shards after the one before"
+        text += f" of a window, {schedule.stride} ticks apart"
     if run.config.follow:
         there = sum(run.cache.is_published(shard) for shard in schedule.shards)
         text += f"; following, {there} have been made"
