@@ -103,15 +103,16 @@ def child(
     import hscache.cli
     import hscache.produce
     import hscache.target
+    import trainer.batches
     import trainer.cli
     import trainer.loop
-    import trainer.shard_wait
+    import trainer.row_process
     import trainer.training
 
     torch.set_num_threads(1)
     hscache.admission._WAIT_S = 0.02
     hscache.admission._SAY_AGAIN_S = 0.0
-    trainer.shard_wait.LOOK_S = 0.02
+    trainer.batches.LOOK_S = trainer.row_process.LOOK_S = 0.02
     trainer.loop.PATIENCE_S = 0.1
     chance = random.Random(seed)
     if program == "hscache":

@@ -28,7 +28,6 @@ from trainer.follow import (
 )
 from trainer.run_plan import plan_run
 from trainer.schedule import Position
-from trainer.shard_wait import ShardWait
 
 CORPUS = documents([30] * 34, held_out=(0, 1))  # shard 0 is held out, 1 to 8 are for training
 WINDOW = WindowIdentity(shards=2, passes=2, reserve=1)
@@ -51,50 +50,47 @@ def config_of(folder, **changes):
     return fit_config(folder, run_dir, **settings)
 
 
-def follower_of(run, position=None, missing=None):
+def follower_of(run):
     run.config.run_dir.mkdir(exist_ok=True)
-    wait = ShardWait(run.cache)
-    wait.missing = missing
-    return Follower(run, wait, position or Position(), 1)
+    return Follower(run, Position(), 1)
 
 
-def test_all_rows_that_can_be_read_come_before_a_wait(tmp_path):
+def loader_of(run, **changes):
+    return Loader(
+        run.cache, run.schedule, rule=run.rule, row=run.row, device=torch.device("cpu"),
+        dtype=torch.float32, threads=1, start=Position(), follow=True, **changes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_all_rows_that_can_be_read_come_before_a_wait(tmp_path, separate):
     """Rows that stayed behind in a buffer would never be acknowledged: a deadlock."""
     folder = windowed(tmp_path / "c", leave_out=(3, 4, 5, 6, 7, 8))
     run = plan_run(config_of(folder))
-    wait = ShardWait(run.cache)
-    loader = Loader(
-        run.cache, run.schedule, rule=run.rule, row=run.row, device=torch.device("cpu"),
-        dtype=torch.float32, threads=1, start=Position(), wait=wait,
-    )  # fmt: skip
+    plan = run.cache.plan
+    first, second = plan.shard_documents(1), plan.shard_documents(2)
+    expected = sorted([*first, *first, *second])  # ticks 0 and 1 of stride 1
     seen = []
-    with loader:
-        for step in loader.steps(0.3):
-            if step is None and wait.missing:
+    with loader_of(run, separate=separate) as loader:
+        for step in loader.steps(0.2):
+            if step is not None:
+                seen += [d for row in step[0] for d in row.document_ids]
+            if sorted(seen) == expected:
                 break
-            seen += [d for row in (step or [[]])[0] for d in row.document_ids]
-    assert wait.missing == 3
-    first, second = run.cache.plan.shard_documents(1), run.cache.plan.shard_documents(2)
-    assert sorted(seen) == sorted([*first, *first, *second])  # ticks 0 and 1 of stride 1
+        assert next(loader.steps(0.3)) is None  # the next one is not there
+        publish(folder, 3)
+        more = next(step for step in loader.steps(0.2) if step is not None)
+        assert more[0]
+    assert not loader._thread.is_alive()
 
 
-def test_waiting_takes_no_processor_time_and_ends_when_told(tmp_path):
-    folder = windowed(tmp_path / "c", leave_out=range(9))
-    run = plan_run(config_of(folder))
-    used, stopped = [], threading.Event()
-
-    def wait():
-        started_s = time.thread_time()
-        found = ShardWait(run.cache).until_ready(run.schedule.visits(0), stopped)
-        used.append((found, time.thread_time() - started_s))
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    time.sleep(2)
-    stopped.set()
-    thread.join()
-    assert used[0][0] is False
-    assert used[0][1] < 0.2
+def test_waiting_takes_no_processor_time(tmp_path):
+    run = plan_run(config_of(windowed(tmp_path / "c", leave_out=range(9))))
+    with loader_of(run) as loader:
+        started_s = time.process_time()
+        for _ in zip(range(6), loader.steps(0.3), strict=False):
+            pass
+        assert time.process_time() - started_s < 0.3
 
 
 def test_shards_that_come_later_are_waited_for_and_acknowledged(tmp_path, caplog):
@@ -137,23 +133,35 @@ def test_a_checkpoint_is_acknowledged_only_once_it_is_durable(tmp_path, monkeypa
     assert not list_checkpoints(config.run_dir)
 
 
-def test_a_starving_run_saves_if_that_makes_room_for_what_it_waits_for(tmp_path):
-    run = plan_run(config_of(windowed(tmp_path / "c", leave_out=range(9))))
-    with follower_of(run, missing=4) as follower:
+def test_a_starving_run_saves_if_that_makes_room_for_what_it_waits_for(tmp_path, caplog):
+    folder = windowed(tmp_path / "c", leave_out=(4, 5, 6, 7, 8))
+    run = plan_run(config_of(folder))
+    with follower_of(run) as follower:
         assert follower.why_save(Position(tick=1), 2.0) == ""  # shard 1 has a visit to come
         assert "shard 4 is missing, and 1 shards" in follower.why_save(Position(tick=2), 2.0)
         follower.saving(Position(tick=2), 7)
         assert follower.why_save(Position(tick=2), 99.0) == ""  # it is being saved
-    with follower_of(run, missing=2) as follower:
-        assert follower.why_save(Position(tick=2), 2.0) == ""  # there is room for shard 2
-        assert follower.why_save(Position(tick=2), 31.0)  # or is there?
     with follower_of(run) as follower:
-        assert follower.why_save(Position(tick=5), 99.0) == ""
+        for shard in range(4, 9):
+            publish(folder, shard)
+        assert follower.why_save(Position(tick=5), 99.0) == ""  # nothing is missing
+    caplog.set_level("INFO")
+    run = plan_run(config_of(windowed(tmp_path / "d", leave_out=(3, 4, 5, 6, 7, 8))))
+    with follower_of(run) as follower:
+        follower._saved_ticks = 2
+        assert follower.why_save(Position(tick=3), 2.0) == ""  # there is room for shard 3
+        assert "no producer is at work" in caplog.text
+        assert follower.why_save(Position(tick=3), 31.0)  # or is there?
 
 
 def test_ticks_without_rows_do_not_hold_their_shards(tmp_path):
-    assert first_ticks(Position(tick=3, row_in_tick=1)) == 3
-    assert first_ticks(Position(tick=3), {3, 4, 6}) == 5
+    plan = open_cache(windowed(tmp_path / "p", leave_out=range(9))).plan
+    gone = [*plan.shard_documents(3), *plan.shard_documents(4)]
+    run = plan_run(config_of(windowed(tmp_path / "c", quarantine=tuple(gone), leave_out=(8,))))
+    assert first_ticks(run, Position(tick=2)) == 2  # visits shards 3 and 2
+    assert first_ticks(run, Position(tick=3)) == 4  # visits 4 and 3
+    assert first_ticks(run, Position(tick=3, row_in_tick=1)) == 3
+    assert first_ticks(run, Position(tick=7)) == 7  # shard 8 is not there yet
 
 
 def test_a_window_too_small_for_the_checkpoints_is_refused_with_what_fits(tmp_path):

@@ -27,7 +27,7 @@ from hscache.errors import HscacheError
 from hscache.reader import Cache
 from trainer.bad_shards import OnBadShard
 from trainer.row_process import RowProcess
-from trainer.row_reader import ReadRow, RowReader, RowSettings, RowSpace, StepEnd
+from trainer.row_reader import LOOK_S, ReadRow, RowReader, RowSettings, RowSpace, StepEnd
 from trainer.rows import Row
 from trainer.schedule import AnchorRule, Position, Schedule, Share
 from trainer.state_arrays import row_arrays, rows_of, stored_shapes
@@ -81,11 +81,15 @@ class Loader:
         share: Share | None = None,
         separate: bool | None = None,
         on_bad_shard: OnBadShard = "stop",
+        follow: bool = False,
     ) -> None:
-        """`separate` has rows read by a process of their own; if not given, beside a GPU."""
+        """`separate` has rows read by a process of their own; if not given, beside a GPU.
+
+        With `follow` shards that are missing are waited for.
+        """
         self._cache, self._schedule = cache, schedule
         self._rule, self._row, self._start = rule, row, start
-        self._share, self._threads = share or Share(), threads
+        self._share, self._threads, self._follow = share or Share(), threads, follow
         self._device, self._dtype = device, dtype
         self._on_bad_shard: OnBadShard = on_bad_shard
         self._separate = device.type == "cuda" if separate is None else separate
@@ -173,8 +177,12 @@ class Loader:
             share=self._share,
             static=self._device.type == "cuda",
             on_bad_shard=self._on_bad_shard,
+            follow=self._follow,
         )
-        for read, end in reader.parts(lambda n: RowSpace(arrays=row_arrays(shapes, n))):
+        for read, end in reader.parts(
+            lambda n: RowSpace(arrays=row_arrays(shapes, n)),
+            lambda: not self._stopped.wait(LOOK_S),
+        ):
             yield (self._to_device(read) if read is not None else None), end
 
     def _parts_of_process(self) -> Iterator[tuple[Batch | None, StepEnd | None]]:
@@ -188,6 +196,7 @@ class Loader:
                 start=self._start,
                 share=self._share,
                 on_bad_shard=self._on_bad_shard,
+                follow=self._follow,
             ) as process,
             _pinned(process.memory, self._device),
         ):

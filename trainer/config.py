@@ -405,6 +405,11 @@ class FitConfig:
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: found {getattr(self, name)}, expected at least 1.")
+        if len(shards) > 1 and (self.follow or self.window is not None):
+            raise ConfigError(
+                f"{'follow' if self.follow else 'window'}: it is for one cache, and shards names "
+                f"{len(shards)}."
+            )
         if self.window is not None and self.window < 1:
             raise ConfigError(f"window: found {self.window}, expected at least 1.")
         if self.allow_partial and (self.follow or self.window is not None):

@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import time
-from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
 
@@ -21,16 +20,21 @@ from hscache import layout
 from hscache.consumers import Progress, Registration
 from hscache.errors import CacheIncompleteError, ConfigError
 from hscache.freeing import freed_shards
-from hscache.reader import open_cache
+from hscache.producers import working_producers
+from hscache.reader import Cache, open_cache
+from hscache.report import format_seconds
 from hscache.window import num_acknowledged, slots_needed
 from trainer.checkpoint import list_checkpoints
 from trainer.config import FitConfig
+from trainer.row_reader import LOOK_S
 from trainer.run_plan import RunPlan, checkpoint_size
-from trainer.schedule import Position
-from trainer.shard_wait import LOOK_S, SAY_AGAIN_S, ShardWait
+from trainer.schedule import Position, tick_rows
 
 log = logging.getLogger(__name__)
 
+SAY_AGAIN_S = 60.0
+PATIENCE_S = 1.0
+"""How long rank 0 waits for rows before it counts as starving."""
 _LAST_RESORT_S = 30.0
 """After that long a starving trainer saves even if the producer seems to have room: its disk may be
 full for another reason."""
@@ -41,7 +45,7 @@ def wait_for_cache(config: FitConfig) -> None:
 
     Raises ConfigError at once when not even the folder around it is there.
     """
-    folder = config.shards
+    (folder,) = config.shards
     if not folder.absolute().parent.is_dir():
         raise ConfigError(f"{folder} cannot be followed: {folder.absolute().parent} is not there.")
     said_s = -math.inf
@@ -53,21 +57,38 @@ def wait_for_cache(config: FitConfig) -> None:
 
 
 def _missing_at_start(config: FitConfig) -> str:
-    if not layout.root_file(config.shards).is_file():
-        return f"{config.shards}, which has no plan yet"
+    (folder,) = config.shards
+    if not layout.root_file(folder).is_file():
+        return f"{folder}, which has no plan yet"
     if not config.eval_every_tokens:
         return ""
-    cache = open_cache(config.shards)
+    cache = open_cache(folder)
     missing = [shard for shard in cache.plan.held_out_shards if not cache.is_published(shard)]
-    return f"held-out shards {missing} of {config.shards}" if missing else ""
+    return f"held-out shards {missing} of {folder}" if missing else ""
 
 
-def first_ticks(position: Position, empty_ticks: Collection[int] = ()) -> int:
+def first_ticks(run: RunPlan, position: Position) -> int:
     """Return how many ticks, from the first, a position is past; ones without rows never hold."""
     ticks = position.tick
-    while ticks in empty_ticks:
+    while position.row_in_tick == 0 and ticks < run.schedule.num_ticks and _is_empty(run, ticks):
         ticks += 1
     return ticks
+
+
+def _is_empty(run: RunPlan, tick: int) -> bool:
+    """Say whether a tick has no rows, as far as it can be known by now."""
+    plan, visits = run.cache.plan, run.schedule.visits(tick)
+    skip: set[int] = set()
+    for visit in visits:
+        if not run.cache.is_published(visit.shard):
+            return False
+        skip |= {q.document for q in run.cache.shard_manifest(visit.shard).quarantined}
+        documents = set(plan.shard_documents(visit.shard)) - skip
+        if any(run.rule.rate * plan.valid_anchors[document] >= 1 for document in documents):
+            return False  # drawn for sure
+    row_tokens = run.config.row_tokens
+    rows = tick_rows(plan, visits, run.rule, tick=tick, row_tokens=row_tokens, skip=frozenset(skip))
+    return not rows
 
 
 def acknowledged_by(run: RunPlan, ticks: int) -> int:
@@ -83,7 +104,7 @@ def require_unseen_kept(run: RunPlan, position: Position) -> None:
 
     It happens to one that starts after others have been done with the first shards.
     """
-    first = acknowledged_by(run, first_ticks(position))
+    first = acknowledged_by(run, first_ticks(run, position))
     freed = freed_shards(run.cache)
     if lost := [shard for shard in freed if shard in set(run.schedule.shards[first:])]:
         manifest = run.cache.shard_manifest(lost[-1])
@@ -156,10 +177,11 @@ def least_rows(run: RunPlan) -> list[int]:
 class Follower:
     """Rank 0's side towards the producer; a context manager that is registered from the start."""
 
-    def __init__(self, run: RunPlan, wait: ShardWait, position: Position, num_ranks: int) -> None:
-        self._run, self._wait = run, wait
+    def __init__(self, run: RunPlan, position: Position, num_ranks: int) -> None:
+        self._run = run
         self._checkpoint_bytes = checkpoint_size(run, num_ranks)
-        self._saved_ticks = first_ticks(position)
+        self._saved_ticks = first_ticks(run, position)
+        self._said_s = -math.inf
         schedule = run.schedule
         progress = Progress(
             passes=schedule.passes,
@@ -184,25 +206,36 @@ class Follower:
         self._registration.__exit__(kind, value, trace)
 
     def why_save(self, position: Position, starved_s: float) -> str:
-        """Return why a starving run should save at once, "" if it need not.
+        """Return why a starving run should save at once, "" if it need not; say what it waits for.
 
         Saving helps if it acknowledges shards, and if the producer has no room for the missing one
         or is about to have none: it is then working in the reserve.
         """
-        missing, window = self._wait.missing, self._run.cache.identity.window
-        if missing is None or not window.shards:
+        run, window = self._run, self._run.cache.identity.window
+        saved = acknowledged_by(run, self._saved_ticks)
+        wanted = run.schedule.shards[saved:]
+        missing = next((s for s in wanted if not run.cache.is_published(s)), None)
+        if missing is None:
             return ""
-        ticks = first_ticks(position, self._wait.empty_ticks)
-        saved = acknowledged_by(self._run, self._saved_ticks)
-        gained = acknowledged_by(self._run, ticks) - saved
-        number = missing - self._run.cache.plan.training_shards.start
-        if gained <= 0 or (number < saved + window.shards and starved_s < _LAST_RESORT_S):
+        if time.monotonic() - self._said_s > SAY_AGAIN_S:
+            log.info("waiting for shard %d: %s", missing, _who_is_slow(run.cache, missing))
+            self._said_s = time.monotonic()
+        gained = acknowledged_by(run, first_ticks(run, position)) - saved
+        number = missing - run.schedule.shards[0]
+        near = number >= saved + window.shards or starved_s > _LAST_RESORT_S
+        if not window.shards or gained <= 0 or not near:
             return ""
         return f"shard {missing} is missing, and {gained} shards can be freed when this is saved"
 
+    def fed(self, starved_s: float) -> None:
+        """Note that rows came again."""
+        if starved_s > PATIENCE_S and self._said_s > 0:
+            log.info("going on after %s of waiting", format_seconds(starved_s))
+            self._said_s = -math.inf
+
     def saving(self, position: Position, step: int) -> Progress:
         """Note that a checkpoint is being written; return what to acknowledge once it is."""
-        self._saved_ticks = first_ticks(position, self._wait.empty_ticks)
+        self._saved_ticks = first_ticks(self._run, position)
         return self._progress(self._saved_ticks, step)
 
     def acknowledge(self, progress: Progress) -> None:
@@ -232,6 +265,16 @@ class Follower:
         most = config.keep_checkpoints + 1 + (config.keep_best and config.eval_every_tokens > 0)
         to_come = max(1, most - len(list_checkpoints(config.run_dir)))
         return to_come * self._checkpoint_bytes
+
+
+def _who_is_slow(cache: Cache, shard: int) -> str:
+    working = working_producers(cache.path)
+    if not working:
+        return f"no producer is at work on {cache.path}"
+    if makers := [name for name, record in working.items() if record.get("claim") == shard]:
+        return f"{makers[0]} is making it, the producer is the limit"
+    reasons = [str(record["waiting"]) for record in working.values() if record.get("waiting")]
+    return f"the producer waits too: {reasons[0]}" if reasons else "it has not been begun"
 
 
 def _device(path: Path) -> int:

@@ -28,11 +28,10 @@ from trainer.bad_shards import describe_skipped
 from trainer.batches import Batch, Loader, StepEnd
 from trainer.checkpoint import mark_best
 from trainer.checkpoint_writer import CheckpointWriter
-from trainer.follow import Follower
+from trainer.follow import PATIENCE_S, Follower
 from trainer.metrics import MetricsLog, Window
 from trainer.run_plan import RunPlan
 from trainer.schedule import Share
-from trainer.shard_wait import PATIENCE_S, ShardWait
 from trainer.training import Training, save_training
 from trainer.watch import HeldOutWatch
 
@@ -61,7 +60,6 @@ def train(run: RunPlan, training: Training, device: torch.device, saved: Path | 
     checkpoint when SIGTERM or Ctrl-C came to any, HscacheError when the loss is no longer finite.
     """
     config, ranks = run.config, training.ranks
-    wait = ShardWait(run.cache) if config.follow else None
     loader = Loader(
         run.cache,
         run.schedule,
@@ -75,7 +73,7 @@ def train(run: RunPlan, training: Training, device: torch.device, saved: Path | 
             rank=ranks.rank, num_ranks=ranks.num_ranks, rows_per_step=config.global_batch_rows
         ),
         on_bad_shard=config.on_bad_shard,
-        wait=wait,
+        follow=config.follow,
     )
     progress = Progress(
         run.total_tokens,
@@ -97,8 +95,8 @@ def train(run: RunPlan, training: Training, device: torch.device, saved: Path | 
             )
             stack.enter_context(metrics)
         follower = None
-        if wait is not None and ranks.is_first:
-            follower = Follower(run, wait, training.position, ranks.num_ranks)
+        if config.follow and ranks.is_first:
+            follower = Follower(run, training.position, ranks.num_ranks)
             stack.enter_context(follower)
         writer = stack.enter_context(CheckpointWriter())
         stack.enter_context(loader)
@@ -258,6 +256,8 @@ class _Loop:
     def _update(self) -> None:
         assert self._next is not None
         (rows, end), self._next = self._next, None
+        if self._follower is not None:
+            self._follower.fed(time.monotonic() - self._fed_s)
         self._fed_s = time.monotonic()
         self._training.update(rows, end)
         self._progress.advance(end.num_tokens, **self._shown)

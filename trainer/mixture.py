@@ -56,7 +56,7 @@ class MixedSchedule(Schedule):
 def mixed_rule(
     plan: Plan,
     schedule: MixedSchedule,
-    documents: dict[int, list[int]],
+    documents: dict[int, Sequence[int]],
     *,
     row_tokens: int,
     anchors_per_row: int,
@@ -78,7 +78,7 @@ def mixed_rule(
 
 
 def mixed_tokens(
-    plan: Plan, schedule: MixedSchedule, documents: dict[int, list[int]], rule: AnchorRule
+    plan: Plan, schedule: MixedSchedule, documents: dict[int, Sequence[int]], rule: AnchorRule
 ) -> int:
     """Return the context tokens of the run, on average over the anchors' draws."""
     of_shard = {s: expected_tokens(plan, rows, rule) for s, rows in documents.items()}

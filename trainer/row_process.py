@@ -28,6 +28,7 @@ from hscache.reader import Cache
 from trainer.bad_shards import OnBadShard
 from trainer.cache_set import open_caches, paths_of
 from trainer.row_reader import (
+    LOOK_S,
     ROWS_DECODING,
     ReadRow,
     RowReader,
@@ -59,6 +60,7 @@ class _Task:
     start: Position
     share: Share
     on_bad_shard: OnBadShard
+    follow: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +85,11 @@ class RowProcess:
         start: Position,
         share: Share,
         on_bad_shard: OnBadShard = "stop",
+        follow: bool = False,
     ) -> None:
         self._task = _Task(
             caches=paths_of(cache), schedule=schedule, rule=rule, row=row, threads=threads,
-            start=start, share=share, on_bad_shard=on_bad_shard,
+            start=start, share=share, on_bad_shard=on_bad_shard, follow=follow,
         )  # fmt: skip
         self._shapes = stored_shapes(cache, last_hidden=row.soft_labels)
         self.slot_bytes = row_bytes(self._shapes, row.row_tokens)
@@ -198,8 +201,15 @@ def serve(connection: Connection, file: int) -> None:
         share=task.share,
         static=True,
         on_bad_shard=task.on_bad_shard,
+        follow=task.follow,
     )
-    for read, end in reader.parts(space):
+
+    def idle() -> bool:
+        if connection.poll(LOOK_S):  # also when the other end is gone
+            free.append(slots[connection.recv()])
+        return True
+
+    for read, end in reader.parts(space, idle):
         sent = None
         if read is not None:
             sent = _SentRow(

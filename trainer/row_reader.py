@@ -25,6 +25,9 @@ from trainer.state_arrays import clear_from, rows_of
 ROWS_DECODING = 3
 """Rows whose states are being decoded, at most."""
 
+LOOK_S = 0.5
+"""How often a reader looks for a shard that a producer has yet to make."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepEnd:
@@ -98,30 +101,38 @@ class RowReader:
         share: Share,
         static: bool,
         on_bad_shard: OnBadShard = "stop",
+        follow: bool = False,
     ) -> None:
-        """`static` gives all rows the memory of a full one, cleared behind the last token."""
+        """`static` gives all rows the memory of a full one, cleared behind the last token.
+
+        With `follow` shards may be missing yet, and are waited for.
+        """
         self._bad = BadShards(cache, on_bad_shard)
         self._skipped: list[Skipped] = []
         self._spare: list[RowSpace] = []
         self._cache, self._schedule = cache, schedule
         self._rule, self._row, self._start = rule, row, start
         self._share, self._ahead = share, frozenset(start.ahead)
-        self._threads, self._static = threads, static
+        self._threads, self._static, self._follow = threads, static, follow
 
     def parts(
-        self, space: Callable[[int], RowSpace]
+        self, space: Callable[[int], RowSpace], idle: Callable[[], bool] = lambda: True
     ) -> Iterator[tuple[ReadRow | None, StepEnd | None]]:
         """Yield this rank's rows, each with the end of its step if that follows, and lone ends.
 
         `space` gives memory for the states of so many tokens; when it is asked, at most
-        `ROWS_DECODING` rows before are still being decoded. Raises ShardCorruptError,
+        `ROWS_DECODING` rows before are still being decoded. While a shard is missing `idle` is
+        called, which sleeps a little; False ends the rows. Raises ShardCorruptError,
         or CacheIncompleteError for a shard that is gone, unless such documents are skipped: then a
         row comes without them, and the end of its step names them.
         """
         coming: deque[_Decoding | StepEnd] = deque()
         with ThreadPoolExecutor(self._threads) as pool:
-            for part in self._own_rows():
-                if isinstance(part, StepEnd):
+            for part in self._own_rows(idle):
+                if part is None:  # what is here must not wait for what may be long in coming
+                    while coming:
+                        yield from self._take(coming, pool)
+                elif isinstance(part, StepEnd):
                     coming.append(part)
                 else:
                     coming.append(self._start_decoding(*part, pool, space))
@@ -133,14 +144,23 @@ class RowReader:
             while coming:
                 yield from self._take(coming, pool)
 
-    def _own_rows(self) -> Iterator[tuple[RowPlan, Position] | StepEnd]:
-        """Yield this rank's rows, and the end of every step that has rows of any rank."""
+    def _own_rows(
+        self, idle: Callable[[], bool]
+    ) -> Iterator[tuple[RowPlan, Position] | StepEnd | None]:
+        """Yield this rank's rows, and the end of every step that has rows of any rank.
+
+        None comes before a wait.
+        """
         position, num_tokens, num_anchors = self._start, 0, 0
 
         def end() -> StepEnd:
             return StepEnd(position=position, num_tokens=num_tokens, num_anchors=num_anchors)
 
-        for plan, position in self._rows():
+        for planned in self._rows(idle):
+            if planned is None:
+                yield None
+                continue
+            plan, position = planned
             number = position.rows - 1
             if number not in self._ahead:
                 if self._share.takes(number):
@@ -153,13 +173,22 @@ class RowReader:
         if num_tokens:
             yield end()
 
-    def _rows(self) -> Iterator[tuple[RowPlan, Position]]:
-        """Yield every row that is left, and the position after it."""
+    def _rows(self, idle: Callable[[], bool]) -> Iterator[tuple[RowPlan, Position] | None]:
+        """Yield every row that is left, and the position after it; None before a wait."""
         start = self._start
         for tick in range(start.tick, self._schedule.num_ticks):
             if start.tick < tick:  # the tick before had no rows
                 start = Position(rows=start.rows, tick=tick)
             visits = self._schedule.visits(tick)
+            if self._follow:
+                # Those of earlier ticks may be freed, and open files would keep their disk.
+                self._cache.release_shards()
+                missing = {v.shard for v in visits if not self._cache.is_published(v.shard)}
+                if missing:
+                    yield None
+                while missing := {s for s in missing if not self._cache.is_published(s)}:
+                    if not idle():
+                        return
             quarantined = [self._bad.quarantined(visit.shard) for visit in visits]
             rows = tick_rows(
                 self._cache.plan,

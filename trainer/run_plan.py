@@ -115,7 +115,7 @@ def plan_run(config: FitConfig, *, recorded_shards: Collection[int] | None = Non
 
 
 def _schedule(
-    config: FitConfig, cache: Cache, documents: dict[int, list[int]]
+    config: FitConfig, cache: Cache, documents: dict[int, Sequence[int]]
 ) -> tuple[Schedule, AnchorRule, int]:
     """Return the order of shards, the rule of anchors, and the tokens of the run."""
     plan, shards = cache.plan, tuple(documents)
