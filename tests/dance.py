@@ -260,7 +260,7 @@ class Dance:
         """Produce and follow with deaths at random; check everything; return what happened.
 
         With `lowest_dies` the first producer stops in the middle of a shard and is killed when the
-        window is full but for that one.
+        others wait, as a rule because the window is full but for that one.
         """
         whole, offline_dir, offline_ledger = self.offline(window, passes)
         plain = open_cache(whole)
@@ -320,11 +320,12 @@ class Dance:
                 watch.require_progress(run_dir, log)
                 if lowest_dies:
                     stalled = running["producer0"][0]
-                    if _holds_lowest(cache, stalled.pid) and _others_wait(cache, stalled.pid):
+                    waiting = _others_wait_for(cache, stalled.pid)
+                    if _holds_lowest(cache, stalled.pid) and waiting:
                         counts["lowest claim"] += 1
                         stalled.kill()
                         stalled.join()
-                        lowest_dies, lowest_died = False, True
+                        lowest_dies, lowest_died = False, "window is full" in waiting
                 elif kills and running and time.monotonic() > next_kill_s:
                     if what := self._kill(chance, cache, running):
                         counts[what] += 1
@@ -409,10 +410,11 @@ def _holds_lowest(cache: Path, pid: int) -> bool:
     return any(r["owner"]["pid"] == pid and r["claim"] == lowest for r in _records(cache))
 
 
-def _others_wait(cache: Path, pid: int) -> bool:
-    """Whether all other producers have no room."""
+def _others_wait_for(cache: Path, pid: int) -> str:
+    """What all other producers wait for, "" if one works; a held-out shard holds no window up."""
     others = [r for r in _records(cache) if r["owner"]["pid"] != pid]
-    return bool(others) and all("window is full" in (r.get("waiting") or "") for r in others)
+    reasons = [r.get("waiting") or "" for r in others]
+    return " ".join(reasons) if all(reasons) else ""
 
 
 class Watch:
