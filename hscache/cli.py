@@ -13,10 +13,17 @@ from hscache.config import (
     RepairConfig,
     VerifyConfig,
 )
+from hscache.cost_config import CostConfig
 from hscache.settings import Command
 from hscache.settings import main as run_command
 
 COMMANDS = [
+    Command(
+        name="plan",
+        help="say what a run costs before it is started, and what limits it",
+        config=CostConfig,
+        run="hscache.cost_command:run",
+    ),
     Command(
         name="regenerate",
         help="let the target answer prompts itself: the text to train a drafter on",

@@ -128,6 +128,20 @@ def parse(command: Command, argv: Sequence[str]) -> Any:
     fields = {field.name: field for field in setting_fields(command.config)}
     files, flags = read_flags(argv, fields, command.positional)
     entries = [entry for file in files for entry in read_file(file)] + flags
+    return _assemble(command.config, fields, entries)
+
+
+def read_part(path: Path, config: type) -> Any:
+    """Return those settings of a file that `config` has; the others are another command's.
+
+    Raises `ConfigError` as `parse` does.
+    """
+    fields = {field.name: field for field in setting_fields(config)}
+    entries = [entry for entry in read_file(path) if entry.name in fields]
+    return _assemble(config, fields, entries)
+
+
+def _assemble(config: type, fields: dict[str, SettingField], entries: Sequence[Entry]) -> Any:
     values: dict[str, Any] = {}
     for entry in entries:
         if entry.name not in fields:
@@ -148,7 +162,7 @@ def parse(command: Command, argv: Sequence[str]) -> Any:
             f"give it as {missing[0].flag} or in the file of --config"
         )
     defaults = {f.name: f.default for f in fields.values()}
-    return _build(command.config, "", {**defaults, **values}, {e.name: e.where for e in entries})
+    return _build(config, "", {**defaults, **values}, {e.name: e.where for e in entries})
 
 
 def to_dict(config: Any) -> dict[str, Any]:

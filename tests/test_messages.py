@@ -43,6 +43,7 @@ IMPORT = (
     "import --format specforge --source peer --target tiny --layer-convention block "
     "--layer-ids 1 3 --allow-pickle --shard-dir out/imported --device cpu"
 )
+PLAN = "plan --produce produce.yaml --fit fit.yaml --gpu h200"
 
 
 def spoil_targets(world: Path, llama_dir: Path) -> None:
@@ -88,6 +89,10 @@ def world(tmp_path_factory, llama_dir):
     (world / "peer").mkdir()
     torch.save({"input_ids": torch.ones(9)}, world / "peer" / "data_0.ckpt")
     (world / "folder").mkdir()
+    (world / "produce.yaml").write_text(
+        "target: {path: tiny, target_layer_ids: [0, 1, 3]}\ndata: {train: [train.jsonl]}\n"
+    )
+    (world / "fit.yaml").write_text("drafter: {intermediate_size: 64}\n")
     (world / "open.yaml").write_text("target: [1, 2\n")
     (world / "typo.yaml").write_text("target:\n  pth: tiny\n")
     (world / "flat.yaml").write_text("target: tiny\n")
@@ -227,6 +232,13 @@ CASES = [
     (hscache, IMPORT, 1, ["peer/data_0.ckpt", "found ['input_ids']", "expected tensors"]),
     (hscache, f"{IMPORT} --format speculators", 1, ["peer holds no files named hs_0"]),
     (hscache, f"{IMPORT} --format deepspec", 1, ["peer/manifest.json", "finished DeepSpec"]),
+    # plans
+    (hscache, "plan --gpu h200", 2, ["`produce`, `fit`", "--produce"]),
+    (hscache, f"{PLAN} --gpu h300", 2, ["found `h300`", "rtx-pro-6000"]),
+    (hscache, f"{PLAN} --produce flat.yaml", 2, ["flat.yaml", "`target.path`"]),
+    (hscache, f"{PLAN} --tokens 1e6", 2, ["lengths as well", "--mean-tokens"]),
+    (hscache, f"{PLAN} --disk 4XB", 2, ["disk is `4XB`", "such as 4TB"]),
+    (hscache, f"{PLAN} --measured afile", 2, ["afile is no result file", "trainer bench"]),
     # caches, drafters, checkpoints
     (hscache, "inspect none", 2, ["none/zarr.json does not exist", "--shard-dir"]),
     (hscache, "inspect afile", 2, ["afile is no hidden-state cache"]),

@@ -25,12 +25,12 @@ from torch._dynamo.utils import counters
 from hscache import __version__
 from hscache.clock import Clock, gpu_monitor
 from hscache.device import DTYPES, choose_device
+from hscache.flops import RowFlops, row_flops
 from hscache.progress import configure_logging
 from hscache.report import format_table
 from hscache.settings import to_dict
 from trainer.batches import Batch, Loader
 from trainer.config import BenchConfig, DrafterConfig
-from trainer.flops import RowFlops, row_flops
 from trainer.run_plan import RunPlan, plan_run
 from trainer.schedule import Position
 from trainer.state_arrays import arrays_in, row_bytes, stored_shapes

@@ -1,0 +1,495 @@
+"""`hscache plan`: what a run costs before it is started, and what limits it. Nothing is written.
+
+Takes the config files of `produce` and `trainer fit`, a corpus or its size, GPUs and a disk; prints
+bytes, window, FLOPs, limits and the days of each pipeline (`hscache.cost` has the arithmetic).
+
+    hscache plan --produce p.yaml --fit f.yaml --gpu h200 --gpus 4 --tokens 1e9 --mean-tokens 1700
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hscache import cost
+from hscache.config import spaced_layer_ids
+from hscache.cost_config import CostConfig, PlannedFit, PlannedProduce
+from hscache.cost_text import format_plan
+from hscache.errors import ConfigError
+from hscache.flops import RowFlops, TokenFlops, row_flops, target_flops
+from hscache.gpus import GPUS, TERA, Gpu
+from hscache.measured import Measured, read_measured
+from hscache.planes import ARRAYS
+from hscache.progress import configure_logging
+from hscache.report import format_bytes
+from hscache.settings import read_part
+from hscache.sizes import parse_bytes
+from hscache.target_shape import TargetShape, shape_of
+
+DEFAULT_SHARE = 0.75
+"""Of the sustained products, where nothing was measured: both sides (design.md section 1)."""
+DEFAULT_SUSTAINED = 0.7
+"""Of the dense peak, where nobody measured the products of a GPU: an H200 sustains 67 %."""
+_BYTES_PER_WEIGHT = 4 + 2 + 4 + 4
+"""Of a drafter in training, moments apart: master, bf16 copy, gradient, and one moment."""
+
+
+def run(config: CostConfig, *, dry_run: bool = False) -> int:
+    """Print the plan; a dry run only leaves `--json` unwritten."""
+    configure_logging()
+    figures = plan(config)
+    print(format_plan(figures))
+    if config.json is not None and not dry_run:
+        config.json.parent.mkdir(parents=True, exist_ok=True)
+        config.json.write_text(json.dumps(figures, indent=2) + "\n")
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """`hscache.flops.DrafterSizes` of the run."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    block_size: int
+    num_features: int
+
+    @property
+    def num_weights(self) -> int:
+        """Trained weights, norms left out."""
+        attention = 2 * self.hidden_size * self.head_dim
+        attention *= self.num_attention_heads + self.num_key_value_heads
+        layer = attention + 3 * self.hidden_size * self.intermediate_size
+        return self.num_hidden_layers * layer + self.num_features * self.hidden_size**2
+
+
+def plan(config: CostConfig) -> dict[str, Any]:
+    """Return all figures as nested plain values: bytes, FLOPs, days.
+
+    Raises ConfigError with the arithmetic when a model does not fit the GPU.
+    """
+    produce, fit = read_part(config.produce, PlannedProduce), read_part(config.fit, PlannedFit)
+    if config.codec is not None:
+        store = dataclasses.replace(produce.store, codec=config.codec)
+        produce = dataclasses.replace(produce, store=store)
+    if config.passes is not None:
+        fit = dataclasses.replace(fit, passes=config.passes)
+    if config.anchors_per_row is not None:
+        fit = dataclasses.replace(fit, anchors_per_row=config.anchors_per_row)
+    gpu = _gpu(config)
+    target = _target_shape(config, produce)
+    layers = produce.target.target_layer_ids or spaced_layer_ids(
+        target.num_blocks, produce.target.num_features
+    )
+    num_blocks = target.num_blocks if produce.target.last_hidden else layers[-1] + 1
+    drafter = _Sizes(
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        num_features=len(layers),
+        **dataclasses.asdict(fit.drafter),
+    )
+    corpus = _corpus(config, produce)
+    measured = read_measured(
+        config.measured, config.gpu, hidden_size=target.hidden_size, num_blocks=target.num_blocks
+    )
+    memory = _memory(produce, fit, gpu, target, drafter, num_blocks, corpus["longest"])
+    lengths = cost.Lengths(
+        num_documents=corpus["documents"],
+        num_tokens=corpus["tokens"],
+        mean_square=corpus["mean_square"],
+        longest=corpus["longest"],
+    )
+    of_target = target_flops(target, num_blocks=num_blocks, mean_context=lengths.mean_context)
+    rows = {
+        anchors: row_flops(
+            drafter,
+            num_tokens=fit.row_tokens,
+            num_anchors=anchors,
+            mean_context=lengths.mean_context,
+        )
+        for anchors in sorted({fit.anchors_per_row, config.fewer_anchors}, reverse=True)
+    }
+    disk = _disk(config, produce, fit, target, len(layers), corpus, measured)
+    sustained = _sustained(config, gpu, measured)
+    speeds, rates = _speeds(measured, sustained["flop_per_s"], of_target)
+    token_bytes = disk["raw_token_bytes"]
+    pipelines, limits = [], []
+    for anchors, row in rows.items():
+        work = _work(lengths, corpus, fit, of_target, row)
+        limits.append(_limits(anchors, work, config.gpus, gpu, sustained["flop_per_s"]))
+        pipelines += [
+            {"anchors_per_row": anchors, **dataclasses.asdict(found), "days": found.days}
+            for found in (
+                cost.lock_step(work, speeds, config.gpus),
+                cost.online(work, speeds, config.gpus),
+                cost.cached(work, speeds, config.gpus, token_bytes),
+                cost.windowed(work, speeds, config.gpus, token_bytes),
+            )
+            if found is not None
+        ]
+    return {
+        "what": "hscache plan",
+        "run": {
+            "target": produce.target.path,
+            "layers": list(layers),
+            "blocks_run": num_blocks,
+            "blocks": target.num_blocks,
+            "hidden_size": target.hidden_size,
+            "drafter_weights": drafter.num_weights,
+            "passes": fit.passes,
+            "row_tokens": fit.row_tokens,
+            "anchors_per_row": fit.anchors_per_row,
+            "block_size": fit.drafter.block_size,
+            "gpus": config.gpus,
+        },
+        "gpu": {**dataclasses.asdict(gpu), **sustained},
+        "corpus": {**corpus, "mean": lengths.mean, "mean_context": lengths.mean_context},
+        "disk": disk,
+        "memory": memory,
+        "flops": {
+            "target_token": {**dataclasses.asdict(of_target), "total": of_target.total},
+            "drafter_token": {
+                str(anchors): {
+                    **{n: v / fit.row_tokens for n, v in dataclasses.asdict(row).items()},
+                    "total": row.total / fit.row_tokens,
+                }
+                for anchors, row in rows.items()
+            },
+        },
+        "rates": rates,
+        "limits": limits,
+        "pipelines": pipelines,
+        "levers": _levers(pipelines, limits, fit.anchors_per_row, config.fewer_anchors, disk),
+        "notes": measured.notes,
+    }
+
+
+def _gpu(config: CostConfig) -> Gpu:
+    if config.gpu != "other":
+        return GPUS[config.gpu]
+    assert config.ceiling_tflops is not None
+    assert config.gpu_memory is not None
+    return Gpu(
+        name="a GPU that is not in the table",
+        bf16=config.ceiling_tflops * TERA,
+        fp8=None,
+        fp4=None,
+        sparse_bf16=None,
+        memory_bytes=parse_bytes(config.gpu_memory, "gpu_memory"),
+        bandwidth=None,
+        power_w=None,
+        source="no dense peak is known: the measured ceiling stands in for it",
+    )
+
+
+def _target_shape(config: CostConfig, produce: PlannedProduce) -> TargetShape:
+    file = config.target_config or Path(produce.target.path) / "config.json"
+    if file.is_file():
+        try:
+            return shape_of(json.loads(file.read_text()), str(file))
+        except (OSError, ValueError, KeyError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{file} cannot be read as a config.json: {error!r}.") from error
+    if config.target_config is not None:
+        raise ConfigError(f"target_config {file} does not exist; expected a config.json.")
+    from hscache.pretrained import load_config  # takes seconds, and may download
+
+    return shape_of(load_config(produce.target)[0].to_dict(), produce.target.path)
+
+
+def _corpus(config: CostConfig, produce: PlannedProduce) -> dict[str, Any]:
+    data = produce.data
+    share = data.held_out_fraction if config.held_out_fraction is None else config.held_out_fraction
+    if config.tokens is None:
+        return _tokenised(config, produce)
+    if config.lengths is not None:
+        lengths_D = np.minimum(_read_lengths(config.lengths), data.max_tokens)
+        lengths = cost.lengths_of(lengths_D, config.tokens)
+        how = f"{len(lengths_D):,} lengths of {config.lengths}, cut at {data.max_tokens:,}"
+    else:
+        assert config.mean_tokens is not None
+        lengths = cost.log_normal_lengths(config.mean_tokens, data.max_tokens, config.tokens)
+        how = (
+            f"log-normal of mean {config.mean_tokens:,.0f} and spread 0.8 (assumed), cut at "
+            f"{data.max_tokens:,}"
+        )
+    shard_tokens = produce.store.shard_tokens
+    held_out_shards = math.ceil(cost.num_shards(lengths, shard_tokens) * share) if share else 0
+    training = dataclasses.replace(lengths, num_tokens=round(lengths.num_tokens * (1 - share)))
+    return {
+        "tokens": lengths.num_tokens,
+        "training_tokens": training.num_tokens,
+        "documents": lengths.num_documents,
+        "mean_square": lengths.mean_square,
+        "longest": lengths.longest,
+        "shards": cost.num_shards(training, shard_tokens) + held_out_shards,
+        "held_out_shards": held_out_shards,
+        "lengths": how,
+    }
+
+
+def _read_lengths(path: Path) -> Any:
+    try:
+        lengths_D = np.array([int(word) for word in path.read_text().split()], np.int64)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"lengths {path}: {error}; expected one whole number a line.") from error
+    if not len(lengths_D) or lengths_D.min() < 1:
+        raise ConfigError(f"lengths {path} has no lengths, or one below 1.")
+    return lengths_D
+
+
+def _tokenised(config: CostConfig, produce: PlannedProduce) -> dict[str, Any]:
+    """Count the corpus itself: all of it is tokenised and dealt, as `produce` would."""
+    from hscache.config import ProduceConfig
+    from hscache.documents import load_corpus
+    from hscache.plan import deal_into_shards
+    from hscache.pretrained import load_tokenizer
+
+    whole = ProduceConfig(
+        shard_dir=config.shard_dir,
+        target=produce.target,
+        data=produce.data,
+        store=produce.store,
+        token_budget=produce.token_budget,
+    )
+    corpus = load_corpus(whole.data, load_tokenizer(whole.target), whole.store.seed)
+    shards = deal_into_shards(corpus.documents, whole.store.shard_tokens, whole.store.seed)
+    lengths_D = np.array([len(document.ids_T) for document in corpus.documents], np.int64)
+    training = np.array([not document.held_out for document in corpus.documents])
+    lengths = cost.lengths_of(lengths_D)
+    return {
+        "tokens": lengths.num_tokens,
+        "training_tokens": int(lengths_D[training].sum()),
+        "documents": lengths.num_documents,
+        "mean_square": lengths.mean_square,
+        "longest": lengths.longest,
+        "shards": len(shards),
+        "held_out_shards": sum(corpus.documents[shard[0]].held_out for shard in shards),
+        "lengths": "counted",
+    }
+
+
+def _memory(
+    produce: PlannedProduce,
+    fit: PlannedFit,
+    gpu: Gpu,
+    target: TargetShape,
+    drafter: _Sizes,
+    num_blocks: int,
+    longest: int,
+) -> dict[str, Any]:
+    """Return what each side needs of a GPU; refuse one that cannot hold it, with the sum."""
+    hidden = target.hidden_size
+    weights = target.weight_bytes(num_blocks)
+    # Of a token in a pack: the captured states, a few residual streams, gate, up and product, qkv.
+    wide = 3 * target.intermediate_size + 3 * target.num_attention_heads * target.head_dim
+    token = 2 * ((drafter.num_features + 4) * hidden + wide)
+    if weights + token * longest > gpu.memory_bytes:
+        raise ConfigError(
+            f"the target does not fit {gpu.name} ({format_bytes(gpu.memory_bytes)}): embedding and "
+            f"{num_blocks} blocks are {weights / 2:,.0f} bf16 weights = {format_bytes(weights)}, "
+            f"and a document of {longest:,} tokens takes about {format_bytes(token * longest)} "
+            f"({format_bytes(token)} a token). hscache puts a whole target on one GPU: take one "
+            "with more memory, or capture fewer blocks."
+        )
+    largest = int((gpu.memory_bytes - weights) / token)
+    moments = 4 if fit.optim.name == "adamw" else 0
+    state = drafter.num_weights * (_BYTES_PER_WEIGHT + moments)
+    slots = fit.anchors_per_row * fit.drafter.block_size
+    q = drafter.num_attention_heads * drafter.head_dim
+    kv = drafter.num_key_value_heads * drafter.head_dim
+    slot = 2 * (4 * hidden + 3 * q + 4 * kv + 3 * drafter.intermediate_size)
+    rows = drafter.num_hidden_layers * slots * slot + 8 * fit.row_tokens * hidden * (
+        drafter.num_features
+    )
+    peak = state + target.frozen_bytes + rows
+    if peak > gpu.memory_bytes:
+        raise ConfigError(
+            f"training does not fit {gpu.name} ({format_bytes(gpu.memory_bytes)}): "
+            f"{drafter.num_weights:,} weights x {_BYTES_PER_WEIGHT + moments} bytes (fp32 master, "
+            f"bf16 copy, gradient, moments) = {format_bytes(state)}, frozen embedding and head "
+            f"{format_bytes(target.frozen_bytes)}, rows of {fit.anchors_per_row} anchors about "
+            f"{format_bytes(rows)}: {format_bytes(peak)} at least. Fewer anchors_per_row, "
+            "optim.name muon (one moment), or a GPU with more memory."
+        )
+    return {
+        "target_weights_bytes": weights,
+        "target_pack_bytes": token * min(produce.token_budget, largest),
+        "token_budget": produce.token_budget,
+        "largest_token_budget": largest,
+        "trainer_state_bytes": state,
+        "trainer_frozen_bytes": target.frozen_bytes,
+        "trainer_rows_bytes": rows,
+        "both_fit_one_gpu": weights + token * longest + peak <= gpu.memory_bytes,
+    }
+
+
+def _disk(
+    config: CostConfig,
+    produce: PlannedProduce,
+    fit: PlannedFit,
+    target: TargetShape,
+    num_layers: int,
+    corpus: dict[str, Any],
+    measured: Measured,
+) -> dict[str, Any]:
+    stored_layers = num_layers + produce.target.last_hidden
+    raw = 2 * stored_layers * target.hidden_size
+    # plan/: ids and mask of each token (ids compress by a third or more; counted whole), and about
+    # 28 bytes a document; frozen/: embedding and head
+    fixed = 5 * corpus["tokens"] + 28 * corpus["documents"] + target.frozen_bytes
+    codecs = {}
+    for codec in ARRAYS:
+        ratio = measured.ratios.get(codec, cost.RATIOS[codec])
+        codecs[codec] = {
+            "ratio": ratio,
+            "measured": codec in measured.ratios,
+            "token_bytes": raw / ratio,
+            "states_bytes": raw / ratio * corpus["tokens"],
+            "total_bytes": raw / ratio * corpus["tokens"] + fixed,
+        }
+    codec = produce.store.codec
+    inodes = corpus["shards"] * cost.shard_inodes(codec, last_hidden=produce.target.last_hidden)
+    free_bytes, free_inodes = _free(config)
+    worst = cost.worst_token_bytes(codec, stored_layers, target.hidden_size)
+    shard_bytes = worst * produce.store.shard_tokens
+    window = cost.plan_window(
+        free_bytes,
+        shard_bytes=shard_bytes,
+        num_training_shards=corpus["shards"] - corpus["held_out_shards"],
+        held_out_bytes=corpus["held_out_shards"] * shard_bytes,
+        fixed_bytes=fixed,
+        passes=fit.passes,
+    )
+    return {
+        "codec": codec,
+        "raw_token_bytes": raw,
+        "fixed_bytes": fixed,
+        "codecs": codecs,
+        "inodes": inodes,
+        "free_bytes": free_bytes,
+        "free_inodes": free_inodes,
+        "fits": codecs[codec]["total_bytes"] <= free_bytes
+        and (free_inodes is None or inodes <= free_inodes),
+        "worst_shard_bytes": shard_bytes,
+        "reserve_shards": cost.RESERVE_SHARDS,
+        "window": {**dataclasses.asdict(window), "fits": window.fits},
+    }
+
+
+def _free(config: CostConfig) -> tuple[int, int | None]:
+    if config.disk is not None:
+        return parse_bytes(config.disk, "disk"), None
+    folder = config.shard_dir.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    status = os.statvfs(folder)
+    # Some filesystems (btrfs) do not count inodes.
+    return status.f_bavail * status.f_frsize, status.f_favail if status.f_files else None
+
+
+def _sustained(config: CostConfig, gpu: Gpu, measured: Measured) -> dict[str, Any]:
+    if config.ceiling_tflops is not None:
+        return {"flop_per_s": config.ceiling_tflops * TERA, "how": "given as ceiling_tflops"}
+    if measured.sustained is not None:
+        return {"flop_per_s": measured.sustained, "how": "measured by trainer bench"}
+    if gpu.sustained is not None:
+        return {"flop_per_s": gpu.sustained, "how": gpu.sustained_source}
+    how = f"assumed: {DEFAULT_SUSTAINED:.0%} of the dense peak, for nobody measured it"
+    return {"flop_per_s": DEFAULT_SUSTAINED * gpu.bf16, "how": how}
+
+
+def _speeds(
+    measured: Measured, sustained: float, of_target: TokenFlops
+) -> tuple[cost.Speeds, dict[str, Any]]:
+    assumed = f"assumed: {DEFAULT_SHARE:.0%} of the sustained products"
+    target, target_how = DEFAULT_SHARE * sustained, assumed
+    if measured.target_flop_per_s is not None:
+        target, target_how = measured.target_flop_per_s, "measured"
+    elif measured.target_tokens_per_s is not None:
+        target = measured.target_tokens_per_s * of_target.total
+        target_how = "measured, shards of a cache"
+    trainer, trainer_how = DEFAULT_SHARE * sustained, assumed
+    if measured.trainer_flop_per_s is not None:
+        trainer, trainer_how = measured.trainer_flop_per_s, "measured, steps from shards"
+    speeds = cost.Speeds(target=target, trainer=trainer, write=measured.write, read=measured.read)
+    return speeds, {
+        "target": {"flop_per_s": target, "share": target / sustained, "how": target_how},
+        "trainer": {"flop_per_s": trainer, "share": trainer / sustained, "how": trainer_how},
+        "disk_write": None if math.isinf(measured.write) else measured.write,
+        "disk_read": None if math.isinf(measured.read) else measured.read,
+    }
+
+
+def _work(
+    lengths: cost.Lengths,
+    corpus: dict[str, Any],
+    fit: PlannedFit,
+    of_target: TokenFlops,
+    row: RowFlops,
+) -> cost.Work:
+    # The target also runs over held-out documents, the drafter does not: a fraction of a percent.
+    share = corpus["training_tokens"] / corpus["tokens"]
+    return cost.Work(
+        num_tokens=lengths.num_tokens,
+        passes=fit.passes,
+        target=of_target.total,
+        drafter=share * row.total / fit.row_tokens,
+    )
+
+
+def _limits(anchors: int, work: cost.Work, gpus: int, gpu: Gpu, sustained: float) -> dict[str, Any]:
+    return {
+        "anchors_per_row": anchors,
+        **{
+            f"{name}_{rate_name}_days": cost.limit_days(flop, gpus, rate)
+            for name, flop in (("online", work.online_flop), ("cached", work.cached_flop))
+            for rate_name, rate in (("dense", gpu.bf16), ("sustained", sustained))
+        },
+        "drafter_share": work.passes * work.drafter * work.num_tokens / work.cached_flop,
+    }
+
+
+def _levers(
+    pipelines: list[dict[str, Any]],
+    limits: list[dict[str, Any]],
+    anchors: int,
+    fewer: int,
+    disk: dict[str, Any],
+) -> list[dict[str, Any]]:
+    def days(name: str, anchors_per_row: int) -> float:
+        [found] = [
+            p["days"]
+            for p in pipelines
+            if p["name"] == name and p["anchors_per_row"] == anchors_per_row
+        ]
+        return found
+
+    steps = [
+        ("lock step", days("lock step", anchors)),
+        ("both sides at once", days("asynchronous online", anchors)),
+    ]
+    windowed = any(p["name"] == "window" for p in pipelines)
+    kept = "cached" if disk["fits"] or not windowed else "window"
+    steps.append((f"target once ({kept})", days(kept, anchors)))
+    last = anchors
+    if fewer < anchors:
+        steps.append((f"{fewer} anchors a row, not {anchors}", days(kept, fewer)))
+        last = fewer
+    [limit] = [found for found in limits if found["anchors_per_row"] == last]
+    steps.append(("sustained products, nothing else", limit["cached_sustained_days"]))
+    steps.append(("dense peak at 100 %", limit["cached_dense_days"]))
+    return [dataclasses.asdict(lever) for lever in cost.compound(steps)]

@@ -1,0 +1,116 @@
+"""Rates that were measured, for `hscache plan`: from result files of benches and from caches.
+
+Takes paths; hands on a `Measured`. A file of another kind of GPU, or of a bench this does not know,
+is named among the notes and left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hscache.errors import ConfigError
+from hscache.gpus import gpu_of_device
+from hscache.reader import open_cache
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """What is known of this kind of GPU and this disk; None or inf where nothing is."""
+
+    trainer_flop_per_s: float | None = None
+    """useful FLOP/s of steps from shards"""
+    target_flop_per_s: float | None = None
+    target_tokens_per_s: float | None = None
+    """of a cache's shards"""
+    sustained: float | None = None
+    """FLOP/s of products alone"""
+    write: float = math.inf
+    """decoded bytes/s that are encoded and written"""
+    read: float = math.inf
+    """decoded bytes/s that are read and decoded, cold where that was possible"""
+    ratios: dict[str, float] = field(default_factory=dict)
+    """by codec"""
+    notes: list[str] = field(default_factory=list)
+
+
+def read_measured(
+    paths: Sequence[Path], gpu: str, *, hidden_size: int, num_blocks: int
+) -> Measured:
+    """Read result files and caches; those of another GPU or target are left out and said to be.
+
+    Raises ConfigError for what is neither.
+    """
+    found = Measured()
+    for path in paths:
+        if path.is_dir():
+            _add_cache(found, path, gpu, hidden_size=hidden_size, num_blocks=num_blocks)
+        else:
+            _add_file(found, path, gpu)
+    return found
+
+
+def _add_file(found: Measured, path: Path, gpu: str) -> None:
+    try:
+        figures = json.loads(path.read_text())
+        what, machine = figures["what"], figures["machine"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"measured: {path} is no result file of a bench: expected JSON with `what` and "
+            "`machine`, as `trainer bench --json` writes, or a cache's folder."
+        ) from error
+    if what == "hscache bench store":
+        _add_store(found, path, figures)
+        return
+    device = machine.get("device") or machine.get("gpu") or ""
+    if gpu_of_device(device) != gpu:
+        found.notes.append(f"{path} was measured on {device or 'another device'}: not used")
+    elif what == "trainer bench":
+        row, shards = figures["row"], figures["from_shards"]
+        found.trainer_flop_per_s = shards["tokens_per_s"] * row["flop"]["total"] / row["tokens"]
+        found.sustained = figures["gemm"]["sustained_flop_per_s"]
+        found.notes.append(
+            f"trainer: {shards['tokens_per_s']:,.0f} tokens/s from shards, {path} ({device})"
+        )
+    elif "flop_per_s" in figures and ("target" in what or "forward" in what):
+        found.target_flop_per_s = float(figures["flop_per_s"])
+        found.notes.append(f"target: {path} ({device})")
+    else:
+        found.notes.append(f"{path} is a result of {what}, which has no rate for a plan")
+
+
+def _add_store(found: Measured, path: Path, figures: dict[str, Any]) -> None:
+    parts = figures["parts"]
+    read = parts.get("cold read") or parts["warm read"]
+    found.write = 1e9 * parts["write"]["gb_per_s"]["median"]
+    found.read = 1e9 * read["gb_per_s"]["median"]
+    found.ratios[figures["config"]["codec"]] = figures["ratio"]
+    found.notes.append(f"disk: {path} on {figures['machine'].get('host', 'an unknown host')}")
+
+
+def _add_cache(found: Measured, path: Path, gpu: str, *, hidden_size: int, num_blocks: int) -> None:
+    cache = open_cache(path)
+    states = cache.identity.states
+    if (states.hidden_size, states.num_target_layers) != (hidden_size, num_blocks):
+        found.notes.append(f"{path} holds states of another target, {states.target}: not used")
+        return
+    shards = [cache.shard_manifest(shard) for shard in cache.published_shards()]
+    shards = [m for m in shards if m.num_tokens]
+    stored = sum(m.stored_bytes for m in shards)
+    if stored:
+        ratio = sum(m.raw_bytes for m in shards) / stored
+        found.ratios[cache.identity.encoding.codec] = ratio
+        found.notes.append(f"ratio {ratio:.3f}: {len(shards)} shards of {path}")
+    rates = [
+        m.num_tokens / m.provenance["seconds"]
+        for m in shards
+        if m.provenance.get("seconds") and gpu_of_device(m.provenance.get("device_name", "")) == gpu
+    ]
+    if rates:
+        found.target_tokens_per_s = statistics.median(rates)
+        found.notes.append(f"target: {found.target_tokens_per_s:,.0f} tokens/s, shards of {path}")

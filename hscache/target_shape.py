@@ -1,0 +1,127 @@
+"""The sizes of a target, read from its config.json alone: no weights, no transformers.
+
+Takes a config as parsed JSON (a multimodal one gives its text part); hands on a `TargetShape`, from
+which weights, bytes and FLOPs follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hscache.errors import ConfigError
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNet:
+    """Sizes of the linear attention of a hybrid (Qwen3.5, 3.6)."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetShape:
+    """Sizes of a decoder-only language model with gated MLPs."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    tied_head: bool
+    output_gate: bool
+    """attention has a gate as wide as its queries"""
+    block_kinds: tuple[str, ...]
+    """full_attention or linear_attention, for each block"""
+    delta_net: DeltaNet | None
+
+    @property
+    def num_blocks(self) -> int:
+        """Decoder blocks."""
+        return len(self.block_kinds)
+
+    @property
+    def embedding_weights(self) -> int:
+        """Weights of the embedding; an untied head has as many again."""
+        return self.vocab_size * self.hidden_size
+
+    def block_weights(self, kind: str) -> int:
+        """Return the weights of a block's matrices (norms, gates' biases and convolutions are not
+        products)."""
+        hidden = self.hidden_size
+        mlp = 3 * hidden * self.intermediate_size
+        if kind == "linear_attention":
+            assert self.delta_net is not None
+            keys = self.delta_net.key_heads * self.delta_net.key_dim
+            values = self.delta_net.value_heads * self.delta_net.value_dim
+            # q, k, v, gate z, output; a and b have one column a head
+            return mlp + hidden * (2 * keys + 3 * values + 2 * self.delta_net.value_heads)
+        queries = self.num_attention_heads * self.head_dim
+        keys = self.num_key_value_heads * self.head_dim
+        return mlp + hidden * ((3 if self.output_gate else 2) * queries + 2 * keys)
+
+    def weight_bytes(self, num_blocks: int, dtype_bytes: int = 2) -> int:
+        """Return the bytes of embedding and first blocks: what capture holds, without a head."""
+        blocks = sum(self.block_weights(kind) for kind in self.block_kinds[:num_blocks])
+        return dtype_bytes * (self.embedding_weights + blocks)
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of `frozen/`: embedding, head unless tied, in bf16."""
+        return 2 * self.embedding_weights * (1 if self.tied_head else 2)
+
+
+def shape_of(config: Mapping[str, Any], where: str) -> TargetShape:
+    """Return the shape a config describes; `where` names it in errors.
+
+    Raises ConfigError when a size is missing or the target has experts, whose cost depends on the
+    router.
+    """
+    text = config.get("text_config") or config
+    if any(text.get(name) for name in _EXPERTS):
+        raise ConfigError(
+            f"{where} describes a mixture of experts, whose cost `hscache plan` cannot count yet. "
+            "Produce a few shards and plan with their measured rate."
+        )
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+             "vocab_size")  # fmt: skip
+    missing = [name for name in sizes if not isinstance(text.get(name), int)]
+    if missing:
+        raise ConfigError(
+            f"{where} has no {', '.join(missing)}: expected the config.json of a decoder-only "
+            "language model."
+        )
+    heads = text["num_attention_heads"]
+    kinds = tuple(text.get("layer_types") or ())
+    if not kinds and (interval := text.get("full_attention_interval")):
+        kinds = tuple(
+            "linear_attention" if (block + 1) % interval else "full_attention"
+            for block in range(text["num_hidden_layers"])
+        )
+    delta_net = None
+    if "linear_attention" in kinds:
+        delta_net = DeltaNet(
+            key_heads=text["linear_num_key_heads"],
+            value_heads=text["linear_num_value_heads"],
+            key_dim=text["linear_key_head_dim"],
+            value_dim=text["linear_value_head_dim"],
+        )
+    return TargetShape(
+        hidden_size=text["hidden_size"],
+        intermediate_size=text["intermediate_size"],
+        num_attention_heads=heads,
+        num_key_value_heads=text.get("num_key_value_heads") or heads,
+        head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+        vocab_size=text["vocab_size"],
+        tied_head=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+        output_gate=delta_net is not None or bool(text.get("attn_output_gate")),
+        block_kinds=kinds or ("full_attention",) * text["num_hidden_layers"],
+        delta_net=delta_net,
+    )
