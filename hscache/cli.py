@@ -11,6 +11,7 @@ from hscache.config import (
     ProduceConfig,
     RegenerateConfig,
     RepairConfig,
+    StatusConfig,
     VerifyConfig,
 )
 from hscache.cost_config import CostConfig
@@ -67,6 +68,13 @@ COMMANDS = [
         config=ConsumersConfig,
         positional="cache",
         run="hscache.consumers:run",
+    ),
+    Command(
+        name="status",
+        help="show how far producing and training are right now",
+        config=StatusConfig,
+        positional="cache",
+        run="hscache.status:run",
     ),
     Command(
         name="verify",

@@ -286,6 +286,22 @@ class ConsumersConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StatusConfig:
+    """Show how far producing and training are right now, from files alone; changes nothing."""
+
+    cache: Path
+    """Folder of the cache."""
+    watch: bool = False
+    """Again and again, until nothing is left to do."""
+    every_s: float = 2.0
+    """Seconds between two looks."""
+
+    def __post_init__(self) -> None:
+        if not self.every_s > 0:
+            raise ConfigError(f"every_s is {self.every_s}; expected more than 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class VerifyConfig:
     """Check that a cache still holds what was written; changes nothing."""
 

@@ -137,7 +137,9 @@ def read_part(path: Path, config: type) -> Any:
     Raises `ConfigError` as `parse` does.
     """
     fields = {field.name: field for field in setting_fields(config)}
-    entries = [entry for entry in read_file(path) if entry.name in fields]
+    sections = {name[: name.rindex(".")] for name in fields if "." in name}
+    wanted = fields.keys() | sections  # a section that is text (`target: tiny`) is a mistake
+    entries = [entry for entry in read_file(path) if entry.name in wanted]
     return _assemble(config, fields, entries)
 
 

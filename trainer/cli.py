@@ -4,7 +4,14 @@ import sys
 
 from hscache import settings
 from hscache.settings import Command
-from trainer.config import BenchConfig, EvalConfig, ExportConfig, FitConfig, PlotConfig
+from trainer.config import (
+    BenchConfig,
+    EvalConfig,
+    ExportConfig,
+    FitConfig,
+    PlotConfig,
+    StatusConfig,
+)
 
 COMMANDS = [
     Command(
@@ -18,6 +25,13 @@ COMMANDS = [
         help="measure a drafter's acceptance length, from held-out shards and by real decoding",
         config=EvalConfig,
         run="trainer.evaluate:run",
+    ),
+    Command(
+        name="status",
+        help="show how far a run is right now",
+        config=StatusConfig,
+        positional="run",
+        run="trainer.status:run",
     ),
     Command(
         name="plot",

@@ -461,6 +461,22 @@ class PlotConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StatusConfig:
+    """Show how far a run is, from its files alone; changes nothing."""
+
+    run: Path
+    """Run folder."""
+    watch: bool = False
+    """Again and again, until the run ends."""
+    every_s: float = 2.0
+    """Seconds between two looks."""
+
+    def __post_init__(self) -> None:
+        if not self.every_s > 0:
+            raise ConfigError(f"every_s: found {self.every_s}, expected more than 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """Measure a drafter: acceptance length from held-out shards, and by real decoding."""
 
