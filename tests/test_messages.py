@@ -250,7 +250,7 @@ CASES = [
     (hscache, "verify cache --replay 1 --target nowhere", 2, ["'nowhere'", "no such folder"]),
     (hscache, "status folder", 2, ["folder is no hidden-state cache", "--shard-dir"]),
     (hscache, "status cache --every-s 0", 2, ["every_s is 0", "more than 0"]),
-    (trainer, "status folder", 2, ["folder is no run folder", "run_dir"]),
+    (trainer, "status cache", 2, ["cache is no run folder", "run_dir"]),
     (trainer, f"{FIT} --shards folder", 2, ["folder is no hidden-state cache"]),
     (trainer, f"{FIT} --shards cache folder", 2, ["folder is no hidden-state cache"]),
     (trainer, f"{FIT} --shards cache cache", 2, ["cache and cache are the same", "--weights"]),
