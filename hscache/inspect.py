@@ -9,8 +9,10 @@ one document instead, see `inspect_document`.
 
 import collections
 import dataclasses
+import functools
 import io
 import itertools
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -24,6 +26,7 @@ from hscache.config import InspectConfig
 from hscache.errors import CacheIncompleteError, HscacheError, ShardCorruptError
 from hscache.inspect_document import describe_document
 from hscache.manifest import ShardManifest
+from hscache.planes import Codec
 from hscache.progress import configure_logging
 from hscache.reader import Cache, open_cache
 from hscache.report import format_bytes, format_number, format_seconds, format_table
@@ -77,22 +80,30 @@ def _check_sizes(cache: Cache, manifest: ShardManifest) -> None:
     if manifest.state == "freed":
         return
     states = cache.identity.states
-    layouts = layout.SHARD_SIDE_ARRAYS | layout.state_layouts(
-        manifest.codec,
-        len(states.target_layer_ids),
-        states.hidden_size,
-        last_hidden=states.last_hidden,
-    )
-    for name, array_layout in layouts.items():
-        path = layout.shard_dir(cache.path, manifest.shard) / name / array_layout.file_name
+    num_layers, hidden = len(states.target_layer_ids), states.hidden_size
+    where = str(layout.shard_dir(cache.path, manifest.shard))
+    for name, file in _file_names(manifest.codec, num_layers, hidden, states.last_hidden):
+        path = f"{where}/{name}/{file}"
         expected = manifest.arrays[name].size_bytes
-        found = path.stat().st_size if path.is_file() else None
+        try:
+            found: int | None = os.stat(path).st_size
+        except OSError:
+            found = None
         if found != expected:
             size = "is missing" if found is None else f"has {found:,} bytes"
             raise ShardCorruptError(
                 f"{path} {size}, expected {expected:,} bytes. Run `hscache repair` on the "
                 "cache, then `hscache produce` again."
             )
+
+
+@functools.cache
+def _file_names(
+    codec: Codec, num_layers: int, hidden: int, last_hidden: bool
+) -> list[tuple[str, str]]:
+    states = layout.state_layouts(codec, num_layers, hidden, last_hidden=last_hidden)
+    arrays = layout.SHARD_SIDE_ARRAYS | states
+    return [(name, array.file_name) for name, array in arrays.items()]
 
 
 def describe_cache(cache: Cache, shards: Sequence[ShardView]) -> str:

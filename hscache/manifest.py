@@ -254,9 +254,14 @@ def from_json(kind: type[T], value: dict[str, Any]) -> T:
     return kind(**{name: _convert(hints[name], item) for name, item in value.items()})
 
 
+_PLAIN = {int, str, float, bool}
+
+
 def _convert(hint: Any, item: Any) -> Any:
     if hint is Any:
         return item
+    if hint in _PLAIN:  # nearly all of it; a cache has thousands of manifests
+        return _of_type(hint, item)
     if isinstance(hint, types.UnionType):
         if item is None and type(None) in typing.get_args(hint):
             return None
@@ -265,7 +270,10 @@ def _convert(hint: Any, item: Any) -> Any:
         return from_json(hint, item)  # type: ignore[arg-type]
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple:
-        return tuple(_convert(arguments[0], element) for element in _of_type(list, item))
+        of_elements, elements = arguments[0], _of_type(list, item)
+        if of_elements in _PLAIN:
+            return tuple(_of_type(of_elements, element) for element in elements)
+        return tuple(_convert(of_elements, element) for element in elements)
     if origin is dict:
         return {k: _convert(arguments[1], element) for k, element in _of_type(dict, item).items()}
     if origin is typing.Literal:

@@ -77,6 +77,7 @@ class Cache:
                 f"{path}: plan/ belongs to another corpus than the root says. Delete plan/ and run "
                 "`hscache produce` again with the same settings."
             )
+        self._fingerprint = cache_fingerprint(identity)
         self._shard = lru_cache(maxsize=_OPEN_SHARDS)(self._open_shard)
 
     def __repr__(self) -> str:
@@ -136,7 +137,7 @@ class Cache:
         for folder in (where.parent, where):
             refuse_link(folder)
         manifest = read_group(where / "zarr.json", ShardManifest)
-        if manifest.cache != cache_fingerprint(self.identity) or manifest.shard != shard:
+        if manifest.cache != self._fingerprint or manifest.shard != shard:
             raise CacheMismatchError(
                 f"{where} says it is shard {manifest.shard} of another cache. Run `hscache "
                 "repair` on the cache, then `hscache produce` again."
