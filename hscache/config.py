@@ -273,6 +273,9 @@ class InspectConfig:
     """Folder of the cache."""
     doc: int | None = None
     """Show one document: tokens, loss mask, norms."""
+    html: Path | None = None
+    """Write everything as one page with pictures, for a browser; with doc that document, else the
+    first one to train on. It needs no network and no other file."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,27 +9,24 @@ one document instead, see `inspect_document`.
 
 import collections
 import dataclasses
-import functools
 import io
 import itertools
-import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from hscache import layout, producers
+from hscache import files, layout, producers
 from hscache.config import InspectConfig
-from hscache.errors import CacheIncompleteError, HscacheError, ShardCorruptError
 from hscache.inspect_document import describe_document
+from hscache.inspect_html import page
 from hscache.manifest import ShardManifest
-from hscache.planes import Codec
 from hscache.progress import configure_logging
 from hscache.reader import Cache, open_cache
 from hscache.report import format_bytes, format_number, format_seconds, format_table
+from hscache.shard_view import ShardView, look_at, summarise_layers, visits_done
 
 _ENDS = 10
 """Rows shown from each end of a long table."""
@@ -39,71 +36,27 @@ _BAR = 40
 
 
 def run(config: InspectConfig, *, dry_run: bool = False) -> int:
-    """Print the view; return 1 if a shard is damaged. A dry run is the same: nothing is written."""
+    """Print the view or write it as a page; return 1 if a shard is damaged.
+
+    A dry run is the same without a page: nothing else is written.
+    """
+    if dry_run:
+        config = dataclasses.replace(config, html=None)
     configure_logging()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # texts and bars on a terminal without UTF-8
     cache = open_cache(config.cache)
-    if config.doc is not None:
+    if config.doc is not None and config.html is None:
         print(describe_document(cache, config.doc))
         return 0
     shards = [look_at(cache, shard) for shard in cache.published_shards()]
+    if config.html is not None:
+        files.make_folder(config.html.parent)
+        files.replace_atomically(config.html, page(cache, shards, config.doc).encode())
+        print(config.html)
+        return int(any(shard.problem for shard in shards))
     print(describe_cache(cache, shards))
     return int(any(shard.problem for shard in shards))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardView:
-    """One shard on disk: its attributes, or what is wrong with it."""
-
-    shard: int
-    manifest: ShardManifest | None
-    problem: str = ""
-
-
-def look_at(cache: Cache, shard: int) -> ShardView:
-    """Read a shard's attributes and the sizes of its files."""
-    manifest = None
-    try:
-        manifest = cache.shard_manifest(shard)
-        _check_sizes(cache, manifest)
-    except CacheIncompleteError:  # the folder is there
-        problem = "it has no zarr.json. Run `hscache repair`, then `hscache produce`."
-        return ShardView(shard=shard, manifest=None, problem=problem)
-    except HscacheError as error:
-        return ShardView(shard=shard, manifest=manifest, problem=str(error))
-    return ShardView(shard=shard, manifest=manifest)
-
-
-def _check_sizes(cache: Cache, manifest: ShardManifest) -> None:
-    """Compare the size of every array's file with the manifest; a freed shard has none."""
-    if manifest.state == "freed":
-        return
-    states = cache.identity.states
-    num_layers, hidden = len(states.target_layer_ids), states.hidden_size
-    where = str(layout.shard_dir(cache.path, manifest.shard))
-    for name, file in _file_names(manifest.codec, num_layers, hidden, states.last_hidden):
-        path = f"{where}/{name}/{file}"
-        expected = manifest.arrays[name].size_bytes
-        try:
-            found: int | None = os.stat(path).st_size
-        except OSError:
-            found = None
-        if found != expected:
-            size = "is missing" if found is None else f"has {found:,} bytes"
-            raise ShardCorruptError(
-                f"{path} {size}, expected {expected:,} bytes. Run `hscache repair` on the "
-                "cache, then `hscache produce` again."
-            )
-
-
-@functools.cache
-def _file_names(
-    codec: Codec, num_layers: int, hidden: int, last_hidden: bool
-) -> list[tuple[str, str]]:
-    states = layout.state_layouts(codec, num_layers, hidden, last_hidden=last_hidden)
-    arrays = layout.SHARD_SIDE_ARRAYS | states
-    return [(name, array.file_name) for name, array in arrays.items()]
 
 
 def describe_cache(cache: Cache, shards: Sequence[ShardView]) -> str:
@@ -114,7 +67,7 @@ def describe_cache(cache: Cache, shards: Sequence[ShardView]) -> str:
         _plan(cache),
         _lengths(cache.plan.lengths),
         _report(cache),
-        _shards(shards),
+        _shards(cache, shards),
         _totals(cache, shards, sound),
         _layers(sound),
         _quarantined(cache, sound),
@@ -203,32 +156,33 @@ def _report(cache: Cache) -> str:
     return format_table(["input", "rows"], rows) if rows else ""
 
 
-def _shards(shards: Sequence[ShardView]) -> str:
+def _shards(cache: Cache, shards: Sequence[ShardView]) -> str:
     if not shards:
         return ""
-    rows = [_shard_row(view) for view in shards]
+    visits, now_s = visits_done(cache), time.time()
+    rows = [_shard_row(view, visits.get(view.shard), now_s) for view in shards]
     if len(rows) > 2 * _ENDS + 1:
         hidden = len(rows) - 2 * _ENDS
-        rows = [*rows[:_ENDS], [None, f"... {hidden} more", *[None] * 6], *rows[-_ENDS:]]
-    return format_table(
-        ["shard", "state", "documents", "tokens", "MB", "ratio", "tok/s", "finished"], rows
-    )
+        rows = [*rows[:_ENDS], [None, f"... {hidden} more", *[None] * 7], *rows[-_ENDS:]]
+    headers = ["shard", "state", "documents", "tokens", "MB", "ratio", "tok/s", "age", "passes"]
+    return format_table(headers, rows)
 
 
-def _shard_row(view: ShardView) -> list[Any]:
+def _shard_row(view: ShardView, visits: int | None, now_s: float) -> list[Any]:
     m = view.manifest
     if m is None:
-        return [view.shard, "damaged", *[None] * 6]
-    seconds = m.provenance.get("seconds")
+        return [view.shard, "damaged", *[None] * 7]
+    rate, age_s = view.tokens_per_s, view.age_s(now_s)
     return [
         view.shard,
-        "damaged" if view.problem else m.state,
+        view.state,
         m.num_documents,
         m.num_tokens,
         f"{m.stored_bytes / 1e6:,.2f}",
-        f"{m.raw_bytes / m.stored_bytes:.3f}" if m.num_tokens else None,
-        f"{m.num_tokens / seconds:,.0f}" if seconds else None,
-        m.provenance.get("finished"),
+        None if view.ratio is None else f"{view.ratio:.3f}",
+        None if rate is None else f"{rate:,.0f}",
+        None if age_s is None else format_seconds(age_s),
+        visits,
     ]
 
 
@@ -239,7 +193,7 @@ def _totals(cache: Cache, shards: Sequence[ShardView], sound: Sequence[ShardMani
     on_disk = sum(m.stored_bytes for m in sound if m.state != "freed")
     present = {view.shard for view in shards}
     missing = [shard for shard in range(plan.num_shards) if shard not in present]
-    states = collections.Counter("damaged" if v.problem else v.manifest.state for v in shards)  # type: ignore[union-attr]
+    states = collections.Counter(view.state for view in shards)
     rows = [
         ["shards", f"{len(shards):,} of {plan.num_shards:,} on disk: {_counts(states)}"],
         ["missing", f"{len(missing):,}" + (f": {_ranges(missing)}" if missing else "")],
@@ -271,39 +225,23 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _layers(sound: Sequence[ShardManifest]) -> str:
     """Return statistics per layer over the shards, weighted by tokens."""
-    shards = [m for m in sound if m.statistics]
-    if not shards:
-        return ""
-    weights = [m.num_tokens for m in shards]
-    rows = []
-    for layers in zip(*(m.statistics for m in shards), strict=True):
-        outliers: dict[int, list[float]] = collections.defaultdict(list)
-        for s in layers:
-            for channel, rms in zip(s.outlier_channels, s.outlier_rms, strict=True):
-                outliers[channel].append(rms / s.median_channel_rms if s.median_channel_rms else 0)
-        top = sorted(outliers.items(), key=lambda item: (-sum(item[1]), item[0]))[:4]
-        errors = [s.channel_error for s in layers if s.channel_error is not None]
-        lossy = len(errors) == len(layers)
-        rows.append(
-            [
-                layers[0].layer_id,
-                _mean((s.mean_norm for s in layers), weights),
-                max(s.max_abs for s in layers),
-                _mean((s.median_channel_rms for s in layers), weights),
-                ", ".join(f"{c} ({format_number(float(np.mean(x)))}x)" for c, x in top),
-                f"{_mean(errors, weights):.2%}" if lossy else None,
-            ]
-        )
+    summaries = summarise_layers(sound)
+    rows = [
+        [
+            layer.layer_id,
+            layer.mean_norm,
+            layer.max_abs,
+            layer.median_channel_rms,
+            ", ".join(f"{channel} ({format_number(x)}x)" for channel, x in layer.outliers),
+        ]
+        for layer in summaries
+    ]
     headers = ["layer", "mean norm", "max |x|", "median channel rms", "outlier channels (x median)"]
-    if any(row[-1] is not None for row in rows):
+    if any(layer.channel_error is not None for layer in summaries):
         headers.append("codec's error, per channel")
-    else:
-        rows = [row[:-1] for row in rows]
-    return format_table(headers, rows)
-
-
-def _mean(values: Iterable[float], weights: Sequence[int]) -> float:
-    return float(np.average(list(values), weights=weights))
+        for row, layer in zip(rows, summaries, strict=True):
+            row.append(None if layer.channel_error is None else f"{layer.channel_error:.2%}")
+    return format_table(headers, rows) if rows else ""
 
 
 def _quarantined(cache: Cache, sound: Sequence[ShardManifest]) -> str:

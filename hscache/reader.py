@@ -104,6 +104,15 @@ class Cache:
         """The documents to train on."""
         return Documents(self, self._documents_of(self.plan.training_shards))
 
+    def document(self, row: int) -> "Document":
+        """Return the document of a plan row; raises ConfigError when there is none."""
+        if not 0 <= row < self.plan.num_documents:
+            raise ConfigError(
+                f"there is no document {row}: {self.path} has documents 0 to "
+                f"{self.plan.num_documents - 1:,}; held-out ones come first."
+            )
+        return Document(self, row)
+
     def published_shards(self) -> list[int]:
         """Return the ids of the plan's shards on disk, freed ones (tombstones) included."""
         try:

@@ -243,7 +243,7 @@ CASES = [
     (hscache, "inspect none", 2, ["none/zarr.json does not exist", "--shard-dir"]),
     (hscache, "inspect afile", 2, ["afile is no hidden-state cache"]),
     (hscache, "inspect run", 2, ["run is no hidden-state cache"]),
-    (hscache, "inspect cache --doc 99", 2, ["--doc 99", "0 to 11"]),
+    (hscache, "inspect cache --doc 99", 2, ["no document 99", "0 to 11"]),
     (hscache, "repair none", 2, ["none/zarr.json does not exist", "--shard-dir"]),
     (hscache, "verify cache --target tiny", 2, ["--target does nothing", "--replay N"]),
     (hscache, "verify cache --replay -1", 2, ["replay is -1", "0 or more"]),
