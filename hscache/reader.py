@@ -89,6 +89,11 @@ class Cache:
             f"{states.target})"
         )
 
+    def _repr_html_(self) -> str:
+        from hscache.notebook import cache_html
+
+        return cache_html(self)
+
     @property
     def documents(self) -> "Documents":
         """All documents of the plan, held-out ones first."""
@@ -225,6 +230,11 @@ class Shard:
             f"{m.stored_bytes / 1e6:,.1f} MB, {m.raw_bytes / max(1, m.stored_bytes):.2f}x smaller)"
         )
 
+    def _repr_html_(self) -> str:
+        from hscache.notebook import shard_html
+
+        return shard_html(self)
+
     @cached_property
     def _readers(self) -> dict[str, ZarrArrayReader]:
         where = layout.shard_dir(self.cache.path, self.number)
@@ -354,10 +364,24 @@ class Document:
         self.row = row
 
     def __repr__(self) -> str:
-        return f"Document({self.row}: {self.num_tokens} tokens, shard {self.shard_number})"
+        supervised = int(self.loss_mask.sum())
+        return (
+            f"Document({self.row}: {self.num_tokens:,} tokens, {supervised:,} supervised, shard "
+            f"{self.shard_number})"
+        )
+
+    def _repr_html_(self) -> str:
+        from hscache.notebook import document_html
+
+        return document_html(self)
 
     def __len__(self) -> int:
         return self.num_tokens
+
+    @property
+    def cache(self) -> Cache:
+        """The cache it belongs to."""
+        return self._cache
 
     @property
     def num_tokens(self) -> int:

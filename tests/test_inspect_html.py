@@ -95,7 +95,7 @@ def test_tokens_are_coloured_by_mask_and_possible_anchors(cache_dir):
     assert expected.count("a") == open_cache(cache_dir).plan.valid_anchors[5]
 
 
-def test_text_of_the_corpus_is_escaped(cache_dir):
+def test_text_of_the_corpus_is_escaped(cache_dir, monkeypatch):
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(layout.frozen_dir(cache_dir) / "tokenizer")
     text = "<script>alert('Grüße')</script>"
@@ -104,8 +104,10 @@ def test_text_of_the_corpus_is_escaped(cache_dir):
     texts = token_texts(cache, ids)
     assert len(texts) == len(ids)
     assert "".join(texts).replace("�", "") == text
+    monkeypatch.setattr("hscache.inspect_html.token_texts", lambda *_: ["<script>"] * 99)
     _, page = write(cache_dir)
     assert "script" not in page.tags
+    assert "<script>" in page.words
 
 
 def test_kinds_of_tokens_follow_the_mask():
