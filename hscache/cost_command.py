@@ -405,7 +405,7 @@ def _sustained(config: CostConfig, gpu: Gpu, measured: Measured) -> dict[str, An
     if config.ceiling_tflops is not None:
         return {"flop_per_s": config.ceiling_tflops * TERA, "how": "given as ceiling_tflops"}
     if measured.sustained is not None:
-        return {"flop_per_s": measured.sustained, "how": "measured by trainer bench"}
+        return {"flop_per_s": measured.sustained, "how": "measured by a bench"}
     if gpu.sustained is not None:
         return {"flop_per_s": gpu.sustained, "how": gpu.sustained_source}
     how = f"assumed: {DEFAULT_SUSTAINED:.0%} of the dense peak, for nobody measured it"

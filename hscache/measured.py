@@ -73,15 +73,28 @@ def _add_file(found: Measured, path: Path, gpu: str) -> None:
     elif what == "trainer bench":
         row, shards = figures["row"], figures["from_shards"]
         found.trainer_flop_per_s = shards["tokens_per_s"] * row["flop"]["total"] / row["tokens"]
-        found.sustained = figures["gemm"]["sustained_flop_per_s"]
+        _add_ceiling(found, figures["gemm"])
         found.notes.append(
             f"trainer: {shards['tokens_per_s']:,.0f} tokens/s from shards, {path} ({device})"
         )
-    elif "flop_per_s" in figures and ("target" in what or "forward" in what):
-        found.target_flop_per_s = float(figures["flop_per_s"])
-        found.notes.append(f"target: {path} ({device})")
+    elif what == "hscache bench forward":
+        forward = figures["budgets"][0]
+        found.target_flop_per_s = forward["flop_per_s"]
+        _add_ceiling(found, figures["gemm"])
+        found.notes.append(
+            f"target: {forward['tokens_per_s']:,.0f} tokens/s of packs of {forward['tokens']:,}, "
+            f"{path} ({device})"
+        )
+    elif what == "hscache bench gemm":
+        _add_ceiling(found, figures["all"])
+        found.notes.append(f"products: {path} ({device})")
     else:
         found.notes.append(f"{path} is a result of {what}, which has no rate for a plan")
+
+
+def _add_ceiling(found: Measured, gemm: dict[str, Any]) -> None:
+    # Of several the largest: what a card has reached, it can reach.
+    found.sustained = max(found.sustained or 0.0, gemm["sustained_flop_per_s"])
 
 
 def _add_store(found: Measured, path: Path, figures: dict[str, Any]) -> None:

@@ -67,6 +67,33 @@ def test_measured_rates_replace_the_defaults_on_that_gpu_only(tmp_path, capsys):
     assert "NVIDIA H200: not used" in other["notes"][0]
 
 
+def test_every_kind_of_result_is_understood(tmp_path):
+    def result(name: str, what: str, **figures) -> str:
+        file = tmp_path / f"{name}.json"
+        machine = {"device": "NVIDIA H200", "host": "here"}
+        file.write_text(json.dumps({"what": what, "machine": machine, **figures}))
+        return str(file)
+
+    forward = {"flop_per_s": 6e14, "tokens_per_s": 12_600, "tokens": 65_536}
+    rate = {"gb_per_s": {"median": 2.0}}
+    parts = {"write": rate, "cold read": {"gb_per_s": {"median": 5.0}}, "warm read": rate}
+    found = plan(
+        tmp_path, *THE_27B, "--gpu", "h200", "--measured",
+        result("forward", "hscache bench forward", budgets=[forward],
+               gemm={"sustained_flop_per_s": 6.8e14}),
+        result("gemm", "hscache bench gemm", all={"sustained_flop_per_s": 6.6e14}),
+        result("store", "hscache bench store", parts=parts, ratio=1.5,
+               config={"codec": "lossless"}),
+        result("other", "something else"),
+    )  # fmt: skip
+    rates = found["rates"]
+    assert rates["target"]["flop_per_s"] == 6e14
+    assert found["gpu"]["flop_per_s"] == 6.8e14
+    assert (rates["disk_write"], rates["disk_read"]) == (2e9, 5e9)
+    assert found["disk"]["codecs"]["lossless"]["ratio"] == 1.5
+    assert "has no rate for a plan" in found["notes"][-1]
+
+
 def test_a_fit_takes_the_days_its_bench_says(tmp_path):
     """On the machine of the bench: rows as full as the bench's, time within 20 %."""
     bench = ROOT / "tools" / "bench" / "results" / "trainer-27b-h200.json"
