@@ -48,7 +48,10 @@ def test_the_27b_run_is_planned_in_full(tmp_path, capsys):
     assert names == {(name, anchors) for name in pipelines for anchors in (512, 128)}
     compound = [lever["compound"] for lever in found["levers"]]
     assert compound == sorted(compound)
-    for words in ("source:", "no peak", "least window", "assumed: 75%", "too small"):
+    for words in (
+        "source:", "no peak", "least window", "assumed: 75%", "too small",
+        "best with 512 anchors: window, 1 of 4 GPUs for the target",
+    ):  # fmt: skip
         assert words in text
 
 
