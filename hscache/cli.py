@@ -11,6 +11,7 @@ from hscache.config import (
     ProduceConfig,
     RegenerateConfig,
     RepairConfig,
+    RooflineConfig,
     StatusConfig,
     VerifyConfig,
 )
@@ -75,6 +76,13 @@ COMMANDS = [
         config=StatusConfig,
         positional="cache",
         run="hscache.status:run",
+    ),
+    Command(
+        name="roofline",
+        help="draw results of benches under the roofs of their GPU, and where the time goes",
+        config=RooflineConfig,
+        positional="results",
+        run="hscache.roofline:run",
     ),
     Command(
         name="verify",

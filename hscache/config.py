@@ -289,6 +289,18 @@ class ConsumersConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RooflineConfig:
+    """Draw result files of benches under the roofs of their GPU, and where the time goes."""
+
+    results: tuple[Path, ...]
+    """Files of trainer bench --json and of hscache's benches, all of one kind of GPU."""
+    picture: Path | None = None
+    """Picture to write: .png, .svg or .pdf."""
+    json: Path | None = None
+    """One file with everything: roofs, points, causes, and the results themselves."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StatusConfig:
     """Show how far producing and training are right now, from files alone; changes nothing."""
 

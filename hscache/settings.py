@@ -128,7 +128,7 @@ def parse(command: Command, argv: Sequence[str]) -> Any:
     fields = {field.name: field for field in setting_fields(command.config)}
     files, flags = read_flags(argv, fields, command.positional)
     entries = [entry for file in files for entry in read_file(file)] + flags
-    return _assemble(command.config, fields, entries)
+    return _assemble(command.config, fields, entries, None)
 
 
 def read_part(path: Path, config: type) -> Any:
@@ -140,10 +140,13 @@ def read_part(path: Path, config: type) -> Any:
     sections = {name[: name.rindex(".")] for name in fields if "." in name}
     wanted = fields.keys() | sections  # a section that is text (`target: tiny`) is a mistake
     entries = [entry for entry in read_file(path) if entry.name in wanted]
-    return _assemble(config, fields, entries)
+    return _assemble(config, fields, entries, path)
 
 
-def _assemble(config: type, fields: dict[str, SettingField], entries: Sequence[Entry]) -> Any:
+def _assemble(
+    config: type, fields: dict[str, SettingField], entries: Sequence[Entry], path: Path | None
+) -> Any:
+    """Make the config; `path` is the only place its settings come from, if there is just one."""
     values: dict[str, Any] = {}
     for entry in entries:
         if entry.name not in fields:
@@ -160,8 +163,14 @@ def _assemble(config: type, fields: dict[str, SettingField], entries: Sequence[E
         noun = "setting" if len(missing) == 1 else "settings"
         names = ", ".join(f"`{f.name}`" for f in missing)
         raise ConfigError(
-            f"missing required {noun} {names}\n" + "\n".join(lines) + "\n"
-            f"give it as {missing[0].flag} or in the file of --config"
+            f"missing required {noun} {names}\n"
+            + "\n".join(lines)
+            + "\n"
+            + (
+                f"write it into {path}"
+                if path
+                else f"give it as {missing[0].flag} or in the file of --config"
+            )
         )
     defaults = {f.name: f.default for f in fields.values()}
     return _build(config, "", {**defaults, **values}, {e.name: e.where for e in entries})

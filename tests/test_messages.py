@@ -236,6 +236,8 @@ CASES = [
     (hscache, "plan --gpu h200", 2, ["`produce`, `fit`", "--produce"]),
     (hscache, f"{PLAN} --gpu h300", 2, ["found `h300`", "rtx-pro-6000"]),
     (hscache, f"{PLAN} --produce flat.yaml", 2, ["flat.yaml", "`target.path`"]),
+    (hscache, f"{PLAN} --fit produce.yaml", 2, ["`drafter.inter", "write it into produce.yaml"]),
+    (hscache, "roofline afile", 2, ["afile is no result file", "`what`"]),
     (hscache, f"{PLAN} --tokens 1e6", 2, ["lengths as well", "--mean-tokens"]),
     (hscache, f"{PLAN} --disk 4XB", 2, ["disk is `4XB`", "such as 4TB"]),
     (hscache, f"{PLAN} --measured afile", 2, ["afile is no result file", "trainer bench"]),
