@@ -162,16 +162,10 @@ def _assemble(
         lines = [f"  {f.name}  ({explain_type(f.type)})  {help_text(f)}" for f in missing]
         noun = "setting" if len(missing) == 1 else "settings"
         names = ", ".join(f"`{f.name}`" for f in missing)
-        raise ConfigError(
-            f"missing required {noun} {names}\n"
-            + "\n".join(lines)
-            + "\n"
-            + (
-                f"write it into {path}"
-                if path
-                else f"give it as {missing[0].flag} or in the file of --config"
-            )
-        )
+        advice = f"give it as {missing[0].flag} or in the file of --config"
+        if path is not None:
+            advice = f"write it into {path}"
+        raise ConfigError(f"missing required {noun} {names}\n" + "\n".join(lines) + "\n" + advice)
     defaults = {f.name: f.default for f in fields.values()}
     return _build(config, "", {**defaults, **values}, {e.name: e.where for e in entries})
 
