@@ -12,15 +12,14 @@ import dataclasses
 import json
 import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from hscache import cost
 from hscache.config import spaced_layer_ids
 from hscache.cost_config import CostConfig, PlannedFit, PlannedProduce
+from hscache.cost_corpus import describe_corpus
+from hscache.cost_memory import DrafterShape, require_memory
 from hscache.cost_text import format_plan
 from hscache.errors import ConfigError
 from hscache.flops import RowFlops, TokenFlops, row_flops, target_flops
@@ -28,7 +27,6 @@ from hscache.gpus import GPUS, TERA, Gpu
 from hscache.measured import Measured, read_measured
 from hscache.planes import ARRAYS
 from hscache.progress import configure_logging
-from hscache.report import format_bytes
 from hscache.settings import read_part
 from hscache.sizes import parse_bytes
 from hscache.target_shape import TargetShape, shape_of
@@ -37,8 +35,6 @@ DEFAULT_SHARE = 0.75
 """Of the sustained products, where nothing was measured: both sides (design.md section 1)."""
 DEFAULT_SUSTAINED = 0.7
 """Of the dense peak, where nobody measured the products of a GPU: an H200 sustains 67 %."""
-_BYTES_PER_WEIGHT = 4 + 2 + 4 + 4
-"""Of a drafter in training, moments apart: master, bf16 copy, gradient, and one moment."""
 
 
 def run(config: CostConfig, *, dry_run: bool = False) -> int:
@@ -50,29 +46,6 @@ def run(config: CostConfig, *, dry_run: bool = False) -> int:
         config.json.parent.mkdir(parents=True, exist_ok=True)
         config.json.write_text(json.dumps(figures, indent=2) + "\n")
     return 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Sizes:
-    """`hscache.flops.DrafterSizes` of the run."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    block_size: int
-    num_features: int
-
-    @property
-    def num_weights(self) -> int:
-        """Trained weights, norms left out."""
-        attention = 2 * self.hidden_size * self.head_dim
-        attention *= self.num_attention_heads + self.num_key_value_heads
-        layer = attention + 3 * self.hidden_size * self.intermediate_size
-        return self.num_hidden_layers * layer + self.num_features * self.hidden_size**2
 
 
 def plan(config: CostConfig) -> dict[str, Any]:
@@ -94,17 +67,17 @@ def plan(config: CostConfig) -> dict[str, Any]:
         target.num_blocks, produce.target.num_features
     )
     num_blocks = target.num_blocks if produce.target.last_hidden else layers[-1] + 1
-    drafter = _Sizes(
+    drafter = DrafterShape(
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         num_features=len(layers),
         **dataclasses.asdict(fit.drafter),
     )
-    corpus = _corpus(config, produce)
+    corpus = describe_corpus(config, produce)
     measured = read_measured(
         config.measured, config.gpu, hidden_size=target.hidden_size, num_blocks=target.num_blocks
     )
-    memory = _memory(produce, fit, gpu, target, drafter, num_blocks, corpus["longest"])
+    memory = require_memory(produce, fit, gpu, target, drafter, num_blocks, corpus["longest"])
     lengths = cost.Lengths(
         num_documents=corpus["documents"],
         num_tokens=corpus["tokens"],
@@ -208,133 +181,6 @@ def _target_shape(config: CostConfig, produce: PlannedProduce) -> TargetShape:
     from hscache.pretrained import load_config  # takes seconds, and may download
 
     return shape_of(load_config(produce.target)[0].to_dict(), produce.target.path)
-
-
-def _corpus(config: CostConfig, produce: PlannedProduce) -> dict[str, Any]:
-    data = produce.data
-    share = data.held_out_fraction if config.held_out_fraction is None else config.held_out_fraction
-    if config.tokens is None:
-        return _tokenised(config, produce)
-    if config.lengths is not None:
-        lengths_D = np.minimum(_read_lengths(config.lengths), data.max_tokens)
-        lengths = cost.lengths_of(lengths_D, config.tokens)
-        how = f"{len(lengths_D):,} lengths of {config.lengths}, cut at {data.max_tokens:,}"
-    else:
-        assert config.mean_tokens is not None
-        lengths = cost.log_normal_lengths(config.mean_tokens, data.max_tokens, config.tokens)
-        how = (
-            f"log-normal of mean {config.mean_tokens:,.0f} and spread 0.8 (assumed), cut at "
-            f"{data.max_tokens:,}"
-        )
-    shard_tokens = produce.store.shard_tokens
-    held_out_shards = math.ceil(cost.num_shards(lengths, shard_tokens) * share) if share else 0
-    training = dataclasses.replace(lengths, num_tokens=round(lengths.num_tokens * (1 - share)))
-    return {
-        "tokens": lengths.num_tokens,
-        "training_tokens": training.num_tokens,
-        "documents": lengths.num_documents,
-        "mean_square": lengths.mean_square,
-        "longest": lengths.longest,
-        "shards": cost.num_shards(training, shard_tokens) + held_out_shards,
-        "held_out_shards": held_out_shards,
-        "lengths": how,
-    }
-
-
-def _read_lengths(path: Path) -> Any:
-    try:
-        lengths_D = np.array([int(word) for word in path.read_text().split()], np.int64)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"lengths {path}: {error}; expected one whole number a line.") from error
-    if not len(lengths_D) or lengths_D.min() < 1:
-        raise ConfigError(f"lengths {path} has no lengths, or one below 1.")
-    return lengths_D
-
-
-def _tokenised(config: CostConfig, produce: PlannedProduce) -> dict[str, Any]:
-    """Count the corpus itself: all of it is tokenised and dealt, as `produce` would."""
-    from hscache.config import ProduceConfig
-    from hscache.documents import load_corpus
-    from hscache.plan import deal_into_shards
-    from hscache.pretrained import load_tokenizer
-
-    whole = ProduceConfig(
-        shard_dir=config.shard_dir,
-        target=produce.target,
-        data=produce.data,
-        store=produce.store,
-        token_budget=produce.token_budget,
-    )
-    corpus = load_corpus(whole.data, load_tokenizer(whole.target), whole.store.seed)
-    shards = deal_into_shards(corpus.documents, whole.store.shard_tokens, whole.store.seed)
-    lengths_D = np.array([len(document.ids_T) for document in corpus.documents], np.int64)
-    training = np.array([not document.held_out for document in corpus.documents])
-    lengths = cost.lengths_of(lengths_D)
-    return {
-        "tokens": lengths.num_tokens,
-        "training_tokens": int(lengths_D[training].sum()),
-        "documents": lengths.num_documents,
-        "mean_square": lengths.mean_square,
-        "longest": lengths.longest,
-        "shards": len(shards),
-        "held_out_shards": sum(corpus.documents[shard[0]].held_out for shard in shards),
-        "lengths": "counted",
-    }
-
-
-def _memory(
-    produce: PlannedProduce,
-    fit: PlannedFit,
-    gpu: Gpu,
-    target: TargetShape,
-    drafter: _Sizes,
-    num_blocks: int,
-    longest: int,
-) -> dict[str, Any]:
-    """Return what each side needs of a GPU; refuse one that cannot hold it, with the sum."""
-    hidden = target.hidden_size
-    weights = target.weight_bytes(num_blocks)
-    # Of a token in a pack: the captured states, a few residual streams, gate, up and product, qkv.
-    wide = 3 * target.intermediate_size + 3 * target.num_attention_heads * target.head_dim
-    token = 2 * ((drafter.num_features + 4) * hidden + wide)
-    if weights + token * longest > gpu.memory_bytes:
-        raise ConfigError(
-            f"the target does not fit {gpu.name} ({format_bytes(gpu.memory_bytes)}): embedding and "
-            f"{num_blocks} blocks are {weights / 2:,.0f} bf16 weights = {format_bytes(weights)}, "
-            f"and a document of {longest:,} tokens takes about {format_bytes(token * longest)} "
-            f"({format_bytes(token)} a token). hscache puts a whole target on one GPU: take one "
-            "with more memory, or capture fewer blocks."
-        )
-    largest = int((gpu.memory_bytes - weights) / token)
-    moments = 4 if fit.optim.name == "adamw" else 0
-    state = drafter.num_weights * (_BYTES_PER_WEIGHT + moments)
-    slots = fit.anchors_per_row * fit.drafter.block_size
-    q = drafter.num_attention_heads * drafter.head_dim
-    kv = drafter.num_key_value_heads * drafter.head_dim
-    slot = 2 * (4 * hidden + 3 * q + 4 * kv + 3 * drafter.intermediate_size)
-    rows = drafter.num_hidden_layers * slots * slot + 8 * fit.row_tokens * hidden * (
-        drafter.num_features
-    )
-    peak = state + target.frozen_bytes + rows
-    if peak > gpu.memory_bytes:
-        raise ConfigError(
-            f"training does not fit {gpu.name} ({format_bytes(gpu.memory_bytes)}): "
-            f"{drafter.num_weights:,} weights x {_BYTES_PER_WEIGHT + moments} bytes (fp32 master, "
-            f"bf16 copy, gradient, moments) = {format_bytes(state)}, frozen embedding and head "
-            f"{format_bytes(target.frozen_bytes)}, rows of {fit.anchors_per_row} anchors about "
-            f"{format_bytes(rows)}: {format_bytes(peak)} at least. Fewer anchors_per_row, "
-            "optim.name muon (one moment), or a GPU with more memory."
-        )
-    return {
-        "target_weights_bytes": weights,
-        "target_pack_bytes": token * min(produce.token_budget, largest),
-        "token_budget": produce.token_budget,
-        "largest_token_budget": largest,
-        "trainer_state_bytes": state,
-        "trainer_frozen_bytes": target.frozen_bytes,
-        "trainer_rows_bytes": rows,
-        "both_fit_one_gpu": weights + token * longest + peak <= gpu.memory_bytes,
-    }
 
 
 def _disk(

@@ -17,18 +17,15 @@ from typing import Any
 import numpy as np
 
 from hscache import layout, svg
-from hscache.errors import HscacheError
-from hscache.inspect_document import CONTEXT, layer_norms, mask_runs, token_kinds, token_texts
+from hscache.inspect_html_document import document_card
+from hscache.page_parts import card, details, figure, pair, table, thinned
 from hscache.page_style import STYLE
-from hscache.reader import Cache, Document
+from hscache.reader import Cache
 from hscache.report import format_bytes, format_number, format_seconds
 from hscache.shard_view import ShardView, summarise_layers, visits_done
 
-_POINTS = 400
-"""Points of a line over shards or tokens: more are means of neighbours."""
 _CELLS = 1200
 _TABLE_ROWS = 400
-_TOKENS = 4096
 _SAMPLE = 2000
 _BINS = 24
 
@@ -38,18 +35,19 @@ def page(cache: Cache, shards: Sequence[ShardView], doc: int | None) -> str:
 
     Raises ConfigError when `doc` is out of range.
     """
+    row = _first_to_train_on(cache, shards) if doc is None else doc
     sections = [
         _tiles(cache, shards),
-        _card("Shards", _shard_strip(cache, shards) + _shard_charts(shards)),
-        _pair(
-            _card("Length of documents", _lengths(cache)),
-            _card("Supervised share of a document", _supervised(cache)),
+        card("Shards", _shard_strip(cache, shards) + _shard_charts(shards)),
+        pair(
+            card("Length of documents", _lengths(cache)),
+            card("Supervised share of a document", _supervised(cache)),
         ),
-        _card("Captured layers", _layers(shards)),
+        card("Captured layers", _layers(shards)),
         _drops(cache, shards),
-        _document(cache, shards, doc),
-        _details("All shards", _shard_table(cache, shards)),
-        _details("Identity", _identity(cache)),
+        "" if row is None else document_card(cache, row),
+        details("All shards", _shard_table(cache, shards)),
+        details("Identity", _identity(cache)),
     ]
     title = escape(str(cache.path))
     policy = "default-src 'none'; style-src 'unsafe-inline'"
@@ -75,34 +73,6 @@ def _subtitle(cache: Cache) -> str:
         f"{states.num_target_layers}, {states.hidden_size:,} wide, codec "
         f"{cache.identity.encoding.codec}."
     )
-
-
-def _card(title: str, body: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{body}</section>"
-
-
-def _pair(left: str, right: str) -> str:
-    return f'<div class="pair">{left}{right}</div>'
-
-
-def _figure(caption: str, body: str) -> str:
-    return f"<figure><figcaption>{escape(caption)}</figcaption>{body}</figure>"
-
-
-def _details(title: str, body: str) -> str:
-    return f"<details><summary>{escape(title)}</summary>{body}</details>"
-
-
-def _table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    def cell(value: Any) -> str:
-        right = ' class="n"' if isinstance(value, int | float) else ""
-        text = "" if value is None else format_number(value)
-        return f"<td{right}>{escape(text)}</td>"
-
-    head = "".join(f"<th>{escape(header)}</th>" for header in headers)
-    body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
-    scroll = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<div class="scroll">{scroll}</div>'
 
 
 def _sound(shards: Sequence[ShardView]) -> list[Any]:
@@ -180,29 +150,28 @@ def _shard_strip(cache: Cache, shards: Sequence[ShardView]) -> str:
 
 
 def _shard_charts(shards: Sequence[ShardView]) -> str:
-    ratio, step = _thinned([view.ratio for view in shards])
-    rate, _ = _thinned([view.tokens_per_s for view in shards])
+    ratio, step = thinned([view.ratio for view in shards])
+    rate, _ = thinned([view.tokens_per_s for view in shards])
     first = shards[0].shard if shards else 0
-    return _pair(
-        _figure(
+    return pair(
+        figure(
             "Ratio, shard by shard",
             svg.lines([("ratio", ratio)], x_first=first, x_step=step, form=lambda v: f"{v:.3f}"),
         ),
-        _figure(
+        figure(
             "Produced tokens/s, shard by shard",
             svg.lines([("tokens/s", rate)], x_first=first, x_step=step, zero=True),
         ),
     )
 
 
-def _thinned(values: Sequence[float | None]) -> tuple[list[float | None], float]:
-    """Return at most `_POINTS` means of neighbours, and how many values one stands for."""
-    size = max(1, -(-len(values) // _POINTS))
-    means: list[float | None] = []
-    for first in range(0, len(values), size):
-        known = [v for v in values[first : first + size] if v is not None]
-        means.append(float(np.mean(known)) if known else None)
-    return means, size
+def _first_to_train_on(cache: Cache, shards: Sequence[ShardView]) -> int | None:
+    usable = [m for m in _sound(shards) if m.state == "published" and m.num_documents]
+    usable.sort(key=lambda m: (m.shard in cache.plan.held_out_shards, m.shard))
+    for m in usable[:1]:
+        left_out = {q.document for q in m.quarantined}
+        return next(d for d in cache.plan.shard_documents(m.shard) if d not in left_out)
+    return 0 if cache.plan.num_documents else None
 
 
 def _lengths(cache: Cache) -> str:
@@ -249,14 +218,14 @@ def _layers(shards: Sequence[ShardView]) -> str:
         [(f"block {s.layer_id}", s.mean_norm, f"{format_number(s.mean_norm)}") for s in layers]
     )
     series = [
-        (f"block {layer.layer_id}", _thinned([m.statistics[index].mean_norm for m in sound])[0])
+        (f"block {layer.layer_id}", thinned([m.statistics[index].mean_norm for m in sound])[0])
         for index, layer in enumerate(layers)
     ]
-    step = _thinned(list(range(len(sound))))[1]
+    step = thinned(list(range(len(sound))))[1]
     key = "".join(
         f'<span><i class="c{n % 6}"></i>block {s.layer_id}</span>' for n, s in enumerate(layers)
     )
-    table = _table(
+    statistics = table(
         ["block", "mean norm", "max |x|", "median channel rms", "outlier channels (times median)"],
         [
             [s.layer_id, s.mean_norm, s.max_abs, s.median_channel_rms,
@@ -265,14 +234,14 @@ def _layers(shards: Sequence[ShardView]) -> str:
         ],
     )  # fmt: skip
     drift = svg.lines(series, x_first=sound[0].shard, x_step=step, log=True)
-    pictures = _pair(
-        _figure("Mean norm of a token's state", bars),
-        _figure(
+    pictures = pair(
+        figure("Mean norm of a token's state", bars),
+        figure(
             "The same, shard by shard (log scale): drift shows here",
             f'{drift}<p class="key">{key}</p>',
         ),
     )
-    return pictures + table
+    return pictures + statistics
 
 
 def _drops(cache: Cache, shards: Sequence[ShardView]) -> str:
@@ -286,89 +255,20 @@ def _drops(cache: Cache, shards: Sequence[ShardView]) -> str:
     reasons = collections.Counter(q.reason for _, q in found)
     parts = []
     if items:
-        parts.append(_card("Rows of the input", svg.rows(items)))
+        parts.append(card("Rows of the input", svg.rows(items)))
     if reasons:
         bars = svg.rows([(f"{n:,}", float(n), reason) for reason, n in reasons.most_common()])
-        table = _table(
+        listed = table(
             ["document", "shard", "input row", "reason"],
             [[q.document, shard, int(cache.plan.source_rows[q.document]), q.reason]
              for shard, q in found[:50]],
         )  # fmt: skip
-        parts.append(_card("Quarantined documents", bars + table))
+        parts.append(card("Quarantined documents", bars + listed))
     damaged = [view for view in shards if view.problem]
     if damaged:
         rows = [[view.shard, view.problem] for view in damaged[:50]]
-        parts.append(_card("Damaged shards", _table(["shard", "problem"], rows)))
-    return _pair(*parts) if len(parts) == 2 else "".join(parts)
-
-
-def _document(cache: Cache, shards: Sequence[ShardView], doc: int | None) -> str:
-    row = _first_to_train_on(cache, shards) if doc is None else doc
-    if row is None:
-        return ""
-    document = cache.document(row)
-    mask_T = document.loss_mask
-    kinds_T = token_kinds(mask_T)
-    held_out = document.shard_number in cache.plan.held_out_shards
-    facts = (
-        f"{len(document):,} tokens, {int(mask_T.sum()):,} supervised "
-        f"({mask_T.mean():.1%}), {int(cache.plan.valid_anchors[row]):,} possible anchors; shard "
-        f"{document.shard_number}, {'held out' if held_out else 'to train on'}, input row "
-        f"{document.source_row:,}"
-    )
-    key = (
-        '<p class="key"><span class="token x">context</span><span class="token s">supervised</span>'
-        '<span class="token a">supervised, and a possible anchor</span></p>'
-    )
-    return _card(
-        f"Document {row:,}",
-        f"<p>{facts}</p>{_norm_chart(cache, document, kinds_T)}{key}"
-        f'<div class="text">{_tokens(cache, document, kinds_T)}</div>',
-    )
-
-
-def _first_to_train_on(cache: Cache, shards: Sequence[ShardView]) -> int | None:
-    usable = [m for m in _sound(shards) if m.state == "published" and m.num_documents]
-    usable.sort(key=lambda m: (m.shard in cache.plan.held_out_shards, m.shard))
-    for m in usable[:1]:
-        left_out = {q.document for q in m.quarantined}
-        return next(d for d in cache.plan.shard_documents(m.shard) if d not in left_out)
-    return 0 if cache.plan.num_documents else None
-
-
-def _norm_chart(cache: Cache, document: Document, kinds_T: Any) -> str:
-    try:
-        found = list(layer_norms(cache, document))
-    except HscacheError as error:  # not produced, quarantined, freed or damaged: it is said
-        return f"<p>no states: {escape(str(error))}</p>"
-    series = [(f"block {layer}", _thinned(norms_T.tolist())[0]) for layer, norms_T in found]
-    step = _thinned(kinds_T.tolist())[1]
-    starts = [0, *(stop for stop, _ in mask_runs(kinds_T > CONTEXT))]
-    length = max(1, len(kinds_T) - 1)
-    bands = [
-        (start / length, min(1.0, stop / length))
-        for start, (stop, supervised) in zip(starts, mask_runs(kinds_T > CONTEXT), strict=False)
-        if supervised
-    ]
-    key = "".join(
-        f'<span><i class="c{n % 6}"></i>{escape(name)}</span>' for n, (name, _) in enumerate(series)
-    )
-    chart = svg.lines(series, x_step=step, log=True, bands=bands, width=1040, height=220)
-    caption = "Norm of the states along the document (log scale), supervised parts shaded"
-    return _figure(caption, chart) + f'<p class="key">{key}</p>'
-
-
-def _tokens(cache: Cache, document: Document, kinds_T: Any) -> str:
-    ids_T = document.input_ids[:_TOKENS]
-    parts = [
-        f'<span class="token {"xsa"[kind]}" title="{position}: id {token}">{escape(text)}</span>'
-        for position, (token, text, kind) in enumerate(
-            zip(ids_T.tolist(), token_texts(cache, ids_T), kinds_T.tolist(), strict=False)
-        )
-    ]
-    if len(document) > _TOKENS:
-        parts.append(f"<p>... and {len(document) - _TOKENS:,} more tokens</p>")
-    return "".join(parts)
+        parts.append(card("Damaged shards", table(["shard", "problem"], rows)))
+    return pair(*parts) if len(parts) == 2 else "".join(parts)
 
 
 def _shard_table(cache: Cache, shards: Sequence[ShardView]) -> str:
@@ -395,7 +295,7 @@ def _shard_table(cache: Cache, shards: Sequence[ShardView]) -> str:
             ]
         )  # fmt: skip
     headers = ["shard", "state", "documents", "tokens", "size", "ratio", "tok/s", "age", "passes"]
-    return note + _table(headers, rows)
+    return note + table(headers, rows)
 
 
 def _identity(cache: Cache) -> str:
@@ -407,4 +307,4 @@ def _identity(cache: Cache) -> str:
             text = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
             rows.append([tier.name, field.name.replace("_", " "), text or "none"])
     rows.append(["", "folder", str(layout.shards_dir(cache.path).parent.absolute())])
-    return _table(["tier", "field", "value"], rows)
+    return table(["tier", "field", "value"], rows)

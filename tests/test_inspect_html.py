@@ -13,7 +13,7 @@ from conftest import byte_tokenizer
 from hscache import layout, svg
 from hscache.cli import main
 from hscache.inspect_document import token_kinds, token_texts
-from hscache.inspect_html import _thinned
+from hscache.page_parts import thinned
 from hscache.reader import open_cache
 
 VOID = {"meta", "br"}
@@ -104,7 +104,7 @@ def test_text_of_the_corpus_is_escaped(cache_dir, monkeypatch):
     texts = token_texts(cache, ids)
     assert len(texts) == len(ids)
     assert "".join(texts).replace("�", "") == text
-    monkeypatch.setattr("hscache.inspect_html.token_texts", lambda *_: ["<script>"] * 99)
+    monkeypatch.setattr("hscache.inspect_html_document.token_texts", lambda *_: ["<script>"] * 99)
     _, page = write(cache_dir)
     assert "script" not in page.tags
     assert "<script>" in page.words
@@ -157,11 +157,11 @@ def test_a_dry_run_writes_no_page(cache_dir):
 
 
 def test_many_values_are_thinned_to_means():
-    means, size = _thinned([float(i) for i in range(1000)])
+    means, size = thinned([float(i) for i in range(1000)])
     assert size == 3
     assert len(means) == 334
     assert means[0] == 1.0
-    assert _thinned([None, 2.0]) == ([None, 2.0], 1)
+    assert thinned([None, 2.0]) == ([None, 2.0], 1)
 
 
 def test_bars_are_as_high_as_their_values():
