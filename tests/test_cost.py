@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_flops import QWEN_27B
 
@@ -107,6 +107,7 @@ def test_less_work_is_what_gets_there():
 SPEEDS = cost.Speeds(target=2e14, trainer=3e14)
 
 
+@settings(deadline=None)
 @given(
     st.integers(2, 12),
     st.floats(1e9, 1e11),
@@ -160,6 +161,7 @@ def test_levers_compound():
     assert levers[-1].compound == math.prod(lever.factor for lever in levers) == 5
 
 
+@settings(deadline=None)
 @given(st.integers(1, 12), st.integers(1, 60), st.floats(0, 1e12))
 def test_a_window_never_takes_more_than_its_budget(passes, shards, budget):
     fixed, held_out, shard = 1e9, 13e9, 13e9
