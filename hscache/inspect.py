@@ -20,9 +20,10 @@ import numpy as np
 
 from hscache import files, layout, producers
 from hscache.config import InspectConfig
+from hscache.consumers import describe_consumers
 from hscache.inspect_document import describe_document
 from hscache.inspect_html import page
-from hscache.manifest import ShardManifest
+from hscache.manifest import ShardManifest, WindowIdentity
 from hscache.progress import configure_logging
 from hscache.reader import Cache, open_cache
 from hscache.report import format_bytes, format_number, format_seconds, format_table
@@ -72,6 +73,7 @@ def describe_cache(cache: Cache, shards: Sequence[ShardView]) -> str:
         _layers(sound),
         _quarantined(cache, sound),
         _producers(cache),
+        describe_consumers(cache) if any(layout.consumers_dir(cache.path).glob("*.json")) else "",
         _problems(shards),
     ]
     return "\n\n".join(section for section in sections if section)
@@ -81,6 +83,8 @@ def _identity(cache: Cache) -> str:
     rows = []
     for tier in dataclasses.fields(cache.identity):
         part = getattr(cache.identity, tier.name)
+        if part == WindowIdentity():
+            continue  # it keeps every shard
         for index, field in enumerate(dataclasses.fields(part)):
             value = getattr(part, field.name)
             if field.name.endswith("sha256"):

@@ -296,11 +296,6 @@ def summary(cache: Cache, made: Made, seconds: float, title: str = "produced") -
     rows += [
         ["shards", f"{len(shards)} ({made.shards} by this run{and_freed})"],
         ["documents", f"{sum(m.num_documents for m in shards):,}"],
-        *(
-            [["freed", f"{freed} shards"]]
-            if (freed := sum(m.state == "freed" for m in shards))
-            else []
-        ),
         ["quarantined", f"{sum(len(m.quarantined) for m in shards):,}"],
         ["tokens", f"{sum(m.num_tokens for m in shards):,} ({made.tokens:,} by this run)"],
         ["tokens/s", f"{rate:,.0f}"],

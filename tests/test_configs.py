@@ -40,6 +40,7 @@ def test_there_is_a_pair_for_each_use():
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == {
         "demo-produce", "demo-fit", "debug-produce", "debug-fit", "produce-qwen3-8b",
         "fit-qwen3-8b", "produce-qwen3.6-27b", "fit-qwen3.6-27b", "smollm2-produce", "smollm2-fit",
+        "window-produce", "window-fit",
     }  # fmt: skip
 
 

@@ -25,6 +25,8 @@ PRODUCE = (
     "produce --shard-dir out/new --target.path tiny --target.target-layer-ids 0,1,3 "
     "--target.device cpu --data.train train.jsonl --data.max-tokens 128 --token-budget 256"
 )
+CACHE = "--data.held-out-fraction 0.4 --store.shard-tokens 200 --shard-dir cache"
+SMALL = f"{PRODUCE} --store.shard-tokens 200 --shard-dir out/small --max-disk 100kB"
 REGENERATE = (
     "regenerate --target tiny --prompts prompts.jsonl --output out/a.jsonl --device cpu "
     "--max-new-tokens 4"
@@ -102,8 +104,7 @@ def world(tmp_path_factory, llama_dir):
     (world / "eagle" / "model.safetensors").touch()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(world)
-        held_out = "--data.held-out-fraction 0.4 --store.shard-tokens 200 --shard-dir cache"
-        assert hscache(f"{PRODUCE} {held_out}".split()) == 0
+        assert hscache(f"{PRODUCE} {CACHE}".split()) == 0
         assert trainer(f"{FIT} --run-dir run".split()) == 0
     return world
 
@@ -158,6 +159,25 @@ CASES = [
     (hscache, f"{REGENERATE} --target no-template --dry-run", 2, ["no chat template"]),
     (hscache, f"{REGENERATE} --target no-config --dry-run", 2, ["has no config.json"]),
     (hscache, f"{REGENERATE} --max-new-tokens 999", 2, ["999", "context is 512"]),
+    # a bounded cache
+    (hscache, f"{PRODUCE} --max-disk much", 2, ["max_disk is 'much'", "2TB", "80%"]),
+    (hscache, f"{PRODUCE} --max-disk 120%", 2, ["max_disk is '120%'", "at most 100 %"]),
+    (hscache, f"{PRODUCE} --retain window", 2, ["needs max_disk and passes", "--max-disk 2TB"]),
+    (hscache, f"{PRODUCE} --passes 6", 2, ["passes is 6", "only --retain window"]),
+    (hscache, f"{SMALL}", 2, ["max_disk is 100 kB", "before compression", "--retain window"]),
+    (hscache, f"{SMALL} --retain window --passes 6", 2, ["a window of 0", "give --max-disk"]),
+    (
+        hscache,
+        f"{PRODUCE} {CACHE} --max-disk 9MB --retain window --passes 1",
+        1,
+        ["window.shards: the cache has 0", "Run with the settings"],
+    ),
+    (hscache, "consumers folder", 2, ["folder is no hidden-state cache"]),
+    (hscache, "consumers cache --drop x", 2, ["no consumer 'x'", "registered: none"]),
+    (trainer, f"{FIT} --window 0", 2, ["window: found 0", "at least 1"]),
+    (trainer, f"{FIT} --passes 2 --window 1", 2, ["window: found 1", "at least 2"]),
+    (trainer, f"{FIT} --follow --allow-partial", 2, ["allow_partial and follow"]),
+    (trainer, f"{FIT} --follow --shards none/c", 2, ["none/c cannot be followed", "not there"]),
     # servers
     (hscache, ASK, 1, ["cannot reach", "http://127.0.0.1:1/v1", "refused", "Is it up"]),
     (hscache, f"{ASK} --target tiny", 2, ["both of target and endpoint", "--target FOLDER"]),
