@@ -1,6 +1,7 @@
 """Rows read by a process of their own are the same rows; it ends whenever training does."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from trainer_cache import coded_bits, documents, make_cache
 
 from hscache import layout
 from hscache.errors import HscacheError, ShardCorruptError
+from hscache.reader import open_cache
 from trainer.row_process import RowProcess
 from trainer.schedule import Share
 
@@ -148,3 +150,60 @@ def test_the_memory_of_a_row_waits_for_its_release(folder):
             process.release(read)
         for name, array in held[0].space.arrays.items():
             assert (array == before[name]).all()
+
+
+def following(folder, cache):
+    """A run over a copy of a cache that lacks its last shard; and that shard's folder."""
+    shutil.copytree(folder, cache)
+    shard = layout.shard_dir(cache, layout.list_shards(cache)[-1])
+    shard.rename(cache.parent / "not-yet")
+    source = loader(folder, passes=2, separate=True)
+    source._cache, source._follow = open_cache(cache), True
+    return source, shard
+
+
+def test_it_waits_for_a_shard_that_is_missing(folder, tmp_path):
+    source, shard = following(folder, tmp_path / "cache")
+    found = []
+    with source:
+        for step in source.steps(patience_s=0.05):
+            if step is not None:
+                found += step[0]
+            elif len(found) > 3 and not shard.exists():
+                (tmp_path / "not-yet").rename(shard)
+    assert shard.exists(), "it did not wait"
+    for a, b in zip(found, read_all(loader(folder, passes=2)), strict=True):
+        assert_same(a, b)
+
+
+def test_a_process_that_waits_for_a_shard_ends_when_training_is_gone(folder, tmp_path):
+    source, _ = following(folder, tmp_path / "cache")
+    looks = []
+    with RowProcess(
+        source._cache, source._schedule, rule=source._rule, row=source._row, threads=2,
+        start=source._start, share=Share(), follow=True,
+    ) as process:  # fmt: skip
+
+        def wanted():
+            looks.append(1)  # one more look without a row
+            return len(looks) < 5
+
+        for read, _ in process.parts(wanted):
+            looks.clear()
+            if read is not None:
+                process.release(read)
+        process._connection.close()  # as the kernel does for one that was killed
+        assert process._process.wait() == 0
+
+
+def test_what_it_warns_of_is_logged_here(tmp_path, caplog):
+    folder = make_cache(tmp_path / "c", documents([40] * 12))
+    (path,) = (layout.shard_dir(folder, 2) / "exponent").glob("c*")
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+    source = loader(folder, separate=True)
+    source._on_bad_shard = "skip"
+    read_all(source)
+    assert "skipping documents" in caplog.text
+    assert str(path) in caplog.text

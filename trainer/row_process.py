@@ -9,6 +9,8 @@ long (measured), each waiting for the other's turn with the interpreter.
 from __future__ import annotations
 
 import contextlib
+import logging
+import logging.handlers
 import mmap
 import os
 import pickle
@@ -145,14 +147,21 @@ class RowProcess:
             except (EOFError, ConnectionResetError) as error:
                 code = self._process.wait()
                 how = f"signal {-code}" if code < 0 else f"exit code {code}"
+                why = "maybe because memory ran out"
+                if code == -signal.SIGBUS:  # of a mapped file: what pread gives an error for
+                    why = "because the disk failed, or a shard was cut while it was read"
                 raise HscacheError(
-                    f"the process that reads shards ended by {how}, maybe because memory ran out. "
-                    "Continue with --resume, and fewer --threads or smaller --row_tokens."
+                    f"the process that reads shards ended by {how}, {why}. Look at `hscache verify "
+                    "--deep`, continue with --resume, maybe with fewer --threads or smaller "
+                    "--row_tokens."
                 ) from error
             if message is None:
                 return
             if isinstance(message, BaseException):
                 raise message
+            if isinstance(message, logging.LogRecord):
+                logging.getLogger(message.name).handle(message)
+                continue
             sent, end = message
             yield (self._read_row(sent) if sent is not None else None), end
 
@@ -221,10 +230,22 @@ def serve(connection: Connection, file: int) -> None:
         connection.recv()
 
 
+class _Sender(logging.handlers.QueueHandler):
+    """Sends what is logged, to be logged in the other process; only the main thread logs."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(None)  # type: ignore[arg-type]
+        self._connection = connection
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        self._connection.send(record)
+
+
 def main() -> None:
     """Run in the new process; what goes wrong is sent to be raised in the other."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
+    logging.getLogger().addHandler(_Sender(connection))
     try:
         serve(connection, int(sys.argv[2]))
     except (EOFError, BrokenPipeError, ConnectionResetError):
