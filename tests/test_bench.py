@@ -1,13 +1,14 @@
 """`trainer bench` on a CPU: the figures add up; how high they are is no test's business."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from trainer_cache import documents, fit_config, make_cache
 
 from hscache.settings import to_dict
-from trainer.bench import format_figures, measure, run, spread
+from trainer.bench import _rows, format_figures, measure, run, spread, useful_flops
 from trainer.config import BenchConfig
 from trainer.run_plan import plan_run
 
@@ -58,3 +59,18 @@ def test_table_names_the_limit(config):
 
 def test_spread_is_median_and_range():
     assert spread([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0}
+
+
+def test_a_window_bounds_what_counts_as_useful(config):
+    plan = plan_run(config)
+    batch = next(iter(_rows(plan, torch.device("cpu"))))
+    full = useful_flops(plan.drafter, batch)
+    sliding = replace(
+        plan.drafter, layer_types=("sliding_attention",) * plan.drafter.num_hidden_layers,
+        sliding_window=5,
+    )  # fmt: skip
+    context_N = (batch.context_end_N - batch.context_start_N)[: batch.num_anchors].double()
+    assert context_N.max() > 5
+    ratio = context_N.clamp(max=5).mean() / context_N.mean()
+    assert useful_flops(sliding, batch).attention == pytest.approx(full.attention * ratio.item())
+    assert useful_flops(sliding, batch).blocks == full.blocks

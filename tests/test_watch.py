@@ -254,6 +254,25 @@ def test_weights_that_are_not_finite_are_not_looked_at(tmp_path):
     assert all(line["eval/loss"] > 0 for line in evaluations(tmp_path / "run"))
 
 
+def test_held_out_states_that_are_not_finite_stop_the_run_by_name(tmp_path):
+    held_out = 0
+
+    def bits(row, num_tokens):
+        values = random_bits(num_tokens, row)
+        if row == held_out:
+            values[0] = 0x7FC0
+        return values
+
+    folder = make_cache(tmp_path / "c", CORPUS, bits=bits)
+    held_out_rows = {
+        document.row for document in plan_run(fit_config(folder, tmp_path)).cache.held_out
+    }
+    assert held_out in held_out_rows
+    with pytest.raises(HscacheError, match=r"held-out documents is nan at step 1: .*verify --deep"):
+        fit(fit_config(folder, tmp_path / "run", eval_every_tokens=1, eval_documents=9))
+    assert evaluations(tmp_path / "run") == []
+
+
 def test_cache_without_held_out_documents_is_said_and_trains_on(tmp_path, caplog, capsys):
     folder = make_cache(tmp_path / "c", documents([30] * 6))
     assert run(fit_config(folder, tmp_path / "run", **EVERY)) == 0

@@ -12,6 +12,7 @@ import datetime
 import itertools
 import json
 import logging
+import math
 import platform
 import statistics
 import sys
@@ -147,12 +148,14 @@ def measure(run: RunPlan, device: torch.device) -> dict[str, Any]:
 
 def useful_flops(config: DrafterConfig, batch: Batch) -> RowFlops:
     """Count what this row needs: its tokens, anchors, intervals and scored slots."""
-    context_N = (batch.context_end_N - batch.context_start_N)[: batch.num_anchors]
+    context_N = (batch.context_end_N - batch.context_start_N)[: batch.num_anchors].double()
+    windows = [config.window_of(layer) or math.inf for layer in range(config.num_hidden_layers)]
+    seen = [context_N.clamp(max=window).mean().item() for window in windows]
     return row_flops(
         config,
         num_tokens=batch.num_tokens,
         num_anchors=batch.num_anchors,
-        mean_context=context_N.double().mean().item(),
+        mean_context=statistics.mean(seen),
         num_scored=len(batch.labels_M),
     )
 

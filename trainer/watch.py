@@ -9,6 +9,7 @@ metrics, so a resumed run looks when one that never stopped would. Training is n
 from __future__ import annotations
 
 import logging
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,12 @@ class HeldOutWatch:
         figures = self._figures(training, training.drafter)
         seconds = time.perf_counter() - started_s
         training.window.leave_out(seconds)
+        if figures.loss is not None and not math.isfinite(figures.loss):
+            raise HscacheError(
+                f"the loss on held-out documents is {figures.loss} at step {training.step}: "
+                "weights or states are not finite. `hscache verify --deep` checks the states; else "
+                "continue from an earlier checkpoint with a lower learning rate."
+            )
         return {
             "eval/tokens": training.tokens,
             **metrics_of(figures),
