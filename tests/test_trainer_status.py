@@ -1,7 +1,9 @@
 """`trainer status`: a run as its files tell it."""
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +62,16 @@ def test_an_unfinished_run_without_a_process_is_not_called_running(trained, tmp_
     assert "not running on this machine" in show(capsys, run)
     os.utime(run / "metrics.jsonl", (0, 0))
     assert "STOPPED" in show(capsys, run, "--watch")
+
+
+def test_a_run_on_several_caches_names_each(trained, tmp_path, capsys):
+    run = shutil.copytree(trained / "run", tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    cache = str(trained / "cache")
+    (run / "config.json").write_text(json.dumps({**config, "shards": [cache, cache]}))
+    text = show(capsys, run)
+    assert text.count(f"{cache}:") == 2
+    assert f"of about {2 * 2 * (40 + 25 + 50):,} tokens" in text
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):

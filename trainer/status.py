@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from hscache import run_files
-from hscache.errors import ConfigError
+from hscache.errors import ConfigError, HscacheError
 from hscache.progress import configure_logging
+from hscache.reader import open_cache
 from hscache.report import format_number, format_seconds, format_table
 from hscache.status import Status, bar, status_of, watch
 from trainer.config import StatusConfig
@@ -47,9 +48,10 @@ def describe(run_dir: Path) -> tuple[str, bool]:
     pid = run_files.writer_pid(run_dir)
     finished = run_files.is_finished(run_dir)
     running = pid is not None or (not finished and age_s is not None and age_s < _SILENT_S)
-    shards = Path(config.get("shards", ""))
-    cache = status_of(shards)
-    total = _total_tokens(shards, config)
+    shards = config.get("shards", "")
+    folders = [Path(folder) for folder in (shards if isinstance(shards, list) else [shards])]
+    caches = [status_of(folder) for folder in folders]
+    total = _total_tokens(folders, config)
     tokens = step.get("train/tokens", 0)
     rows = [["state", _state(pid, finished, age_s)]]
     share = f"{bar(tokens / total)} {min(1.0, tokens / total):.1%}: " if total else ""
@@ -71,8 +73,10 @@ def describe(run_dir: Path) -> tuple[str, bool]:
     saved = run_files.checkpoints(run_dir)
     rows.append(["checkpoints", ", ".join(path.name for path in saved) or "none yet"])
     if step and running:
-        rows.append(["limit", _limit(step, cache)])
-    rows.append(["cache", _cache(shards, cache)])
+        rows.append(["limit", _limit(step, caches)])
+    rows += [
+        ["cache", _cache(folder, cache)] for folder, cache in zip(folders, caches, strict=True)
+    ]
     return format_table(["run", str(run_dir)], rows), not running
 
 
@@ -89,16 +93,17 @@ def _state(pid: int | None, finished: bool, age_s: float | None) -> str:
     return f"STOPPED{last}; continue with --resume"
 
 
-def _total_tokens(shards: Path, config: dict[str, Any]) -> int:
-    from hscache.errors import HscacheError
-    from hscache.reader import open_cache
-
-    try:
-        plan = open_cache(shards).plan
-    except (HscacheError, OSError):
-        return 0
-    held_out = plan.shard_documents(plan.training_shards.start).start
-    return int(plan.offsets[-1] - plan.offsets[held_out]) * int(config.get("passes", 1))
+def _total_tokens(folders: list[Path], config: dict[str, Any]) -> int:
+    """Return the tokens of all passes, 0 if a cache cannot be read from here."""
+    total = 0
+    for folder in folders:
+        try:
+            plan = open_cache(folder).plan
+        except (HscacheError, OSError):
+            return 0
+        held_out = plan.shard_documents(plan.training_shards.start).start
+        total += int(plan.offsets[-1] - plan.offsets[held_out])
+    return total * int(config.get("passes", 1))
 
 
 def _figures(step: dict[str, Any]) -> str:
@@ -115,11 +120,11 @@ def _figures(step: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _limit(step: dict[str, Any], cache: Status | None) -> str:
+def _limit(step: dict[str, Any], caches: list[Status | None]) -> str:
     wait = step.get("perf/data_wait") or 0.0
     if wait <= _WAITING:
         return "this side: it does not wait for data"
-    if cache is not None and not cache.complete:
+    if any(cache is not None and not cache.complete for cache in caches):
         return f"the target: {wait:.0%} of the time there is no shard to read"
     return f"reading: {wait:.0%} of the time is spent waiting for shards; more threads or disk"
 
