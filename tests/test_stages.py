@@ -8,13 +8,14 @@ import pytest
 import torch
 from producer import array_hashes, command, published, temporaries
 
-from hscache import cli, layout, produce, stages
+from hscache import cli, layout, measures, produce
 from hscache.config import TargetConfig
 from hscache.content import facts
 from hscache.manifest import ShardManifest, read_group
+from hscache.measures import document_facts, document_sums, measure, split_into
 from hscache.plan import Plan
 from hscache.planes import decode, encode, to_float32
-from hscache.stages import Stages, cut, document_facts, document_sums, measure, split_into
+from hscache.stages import Stages, cut
 from hscache.target import Target
 
 OFFSETS = [0, 1, 5, 13, 14, 40]
@@ -61,18 +62,18 @@ def spoil(values, how):
 
 @pytest.mark.parametrize("how", ["sound", "nan", "infinite", "zero", "flat", "repeated", "large"])
 def test_a_device_finds_the_facts_that_the_host_finds(how, monkeypatch):
-    monkeypatch.setattr(stages, "_ROWS", 5)
+    monkeypatch.setattr(measures, "_ROWS", 5)
     values = states()
     spoil(values, how)
-    measures = measure(values, OFFSETS, "lossless")
+    measured = measure(values, OFFSETS, "lossless")
     bits = values.view(torch.int16).numpy().view(np.uint16)
     for index, (begin, end) in enumerate(itertools.pairwise(OFFSETS)):
-        found, expected = document_facts(measures, begin, end), facts(bits[begin:end])
+        found, expected = document_facts(measured, begin, end), facts(bits[begin:end])
         for name in ("finite", "zero_row", "flat_row", "repeated"):
             assert getattr(found, name) == getattr(expected, name), (name, index)
         np.testing.assert_allclose(found.norms_TL, expected.norms_TL, rtol=1e-5)
         if how not in ("nan", "infinite", "large"):
-            sums, exact_TLH = document_sums(measures, index, begin, end), values[begin:end].double()
+            sums, exact_TLH = document_sums(measured, index, begin, end), values[begin:end].double()
             assert sums.num_tokens == end - begin
             for name, exact in {
                 "squares_LH": exact_TLH.square().sum(dim=0),
@@ -84,7 +85,7 @@ def test_a_device_finds_the_facts_that_the_host_finds(how, monkeypatch):
 
 @pytest.mark.parametrize("codec", ["lossless", "none", "bitround4", "fp8"])
 def test_planes_are_those_of_the_host(codec, monkeypatch):
-    monkeypatch.setattr(stages, "_ROWS", 7)
+    monkeypatch.setattr(measures, "_ROWS", 7)
     every_bit_pattern = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
     values = every_bit_pattern.view(512, 2, 64)
     if codec in ("bitround4", "fp8"):
@@ -100,12 +101,12 @@ def test_planes_are_those_of_the_host(codec, monkeypatch):
 
 @pytest.mark.parametrize("codec", ["lossless", "bitround4", "fp8"])
 def test_a_device_finds_what_a_lossy_codec_changes(codec, monkeypatch):
-    monkeypatch.setattr(stages, "_ROWS", 5)
+    monkeypatch.setattr(measures, "_ROWS", 5)
     values = states()
-    measures = measure(values, OFFSETS, codec)
+    measured = measure(values, OFFSETS, codec)
     bits = values.view(torch.int16).numpy().view(np.uint16)
     for index, (begin, end) in enumerate(itertools.pairwise(OFFSETS)):
-        found = document_sums(measures, index, begin, end).errors_LH
+        found = document_sums(measured, index, begin, end).errors_LH
         if codec == "lossless":
             assert found is None
             continue
