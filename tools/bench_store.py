@@ -289,7 +289,7 @@ def format_figures(figures: dict[str, Any]) -> str:
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Draw read and write speed of one thread, with the range, ratio beside the name."""
+    """Draw GB of states per second of CPU time, one thread, with the range; ratios in the names."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -297,24 +297,25 @@ def draw(figures: dict[str, Any], path: Path) -> None:
 
     data = next(iter(figures["memory"]))
     threads = min(figures["settings"]["threads"])
-    rows = [r for r in figures["rows"] if (r["threads"], r["data"]) == (threads, data)]
-    rows = rows[::-1]
+    rows = [r for r in figures["rows"] if (r["threads"], r["data"]) == (threads, data)][::-1]
     figure, axes = pyplot.subplots(1, 2, figsize=(12, 6), sharey=True)
     for axis, part, title in zip(
-        axes, ("warm", "write"), ("read, in memory", "write"), strict=True
+        axes, ("warm", "write"), ("read from memory", "write"), strict=True
     ):
-        rates = [row[part]["gb_per_s"] for row in rows]
-        medians = [r["median"] for r in rates]
+        seconds = [row[part]["cpu_s_per_gb"] for row in rows]
+        medians = [1 / s["median"] for s in seconds]
         reach = [
-            [r["median"] - r["min"] for r in rates],
-            [r["max"] - r["median"] for r in rates],
+            [1 / s["median"] - 1 / s["max"] for s in seconds],
+            [1 / s["min"] - 1 / s["median"] for s in seconds],
         ]
         colours = ["#2a6f97" if r["side"].startswith("hscache") else "#b0b0b0" for r in rows]
         axis.barh(range(len(rows)), medians, xerr=reach, color=colours, ecolor="#444444")
-        axis.set_title(f"{title}: GB/s of bf16 states, {threads} thread, {data} states")
+        axis.set_title(f"{title}: GB of bf16 states per CPU second, {data} states", fontsize=10)
+        axis.set_xscale("log")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_yticks(range(len(rows)), [f"{r['side']}  ({r['ratio']:.2f}x)" for r in rows])
-    figure.text(0.01, 0.01, f"bars: median, lines: range; {figures['machine']['cpu']}", fontsize=8)
+    where = f"{figures['machine']['cpu']}, {figures['settings']['folder']}, 1 thread"
+    figure.text(0.01, 0.01, f"bars: median, lines: range; {where}", fontsize=8)
     figure.tight_layout(rect=(0, 0.03, 1, 1))
     figure.savefig(path, dpi=110)
 
