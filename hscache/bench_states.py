@@ -1,4 +1,4 @@
-"""States to measure a store with: random ones, or those of a cache in another width.
+"""What a store is measured with: random states, or those of a cache in another width.
 
 Takes a shape [T, L, H]; hands on uint16 bf16 bits. T tokens, L captured layers, H hidden.
 """
@@ -7,7 +7,14 @@ import ml_dtypes
 import numpy as np
 
 from hscache.errors import ConfigError
-from hscache.planes import Bits
+from hscache.manifest import (
+    ContentIdentity,
+    EncodingIdentity,
+    Identity,
+    StatesIdentity,
+)
+from hscache.plan import TokenizedDocument, corpus_sha256
+from hscache.planes import Bits, Codec
 from hscache.reader import Cache
 
 
@@ -52,4 +59,40 @@ def regrouped(cache: Cache, shape: tuple[int, int, int]) -> Bits:
     raise ConfigError(
         f"{cache.path} holds {found // hidden:,} rows of {hidden} values a layer, and {tokens:,} "
         "are needed. Give a larger cache or a smaller size_gb."
+    )
+
+
+def store_identity(
+    corpus: list[TokenizedDocument], codec: Codec, num_layers: int, hidden_size: int
+) -> Identity:
+    """Return the identity of a cache of one shard that nobody trains from."""
+    num_tokens = sum(len(document.ids_T) for document in corpus)
+    return Identity(
+        states=StatesIdentity(
+            target="hscache bench store",
+            revision="",
+            config_sha256="",
+            weights_sha256="",
+            tokenizer_sha256="",
+            template_sha256="",
+            frozen_sha256="",
+            target_layer_ids=tuple(range(num_layers)),
+            num_target_layers=num_layers + 1,
+            hidden_size=hidden_size,
+            vocab_size=1,
+            dtype="bfloat16",
+            trust_remote_code=False,
+        ),
+        content=ContentIdentity(
+            corpus_sha256=corpus_sha256(corpus),
+            seed=0,
+            max_tokens=max(len(document.ids_T) for document in corpus),
+            over_long="drop",
+            shard_tokens=num_tokens,
+            num_documents=len(corpus),
+            num_tokens=num_tokens,
+            num_held_out_shards=0,
+            num_shards=1,
+        ),
+        encoding=EncodingIdentity(codec=codec),
     )

@@ -23,17 +23,11 @@ import numpy as np
 
 from hscache import __version__, files, layout
 from hscache.bench_config import BenchStoreConfig
-from hscache.bench_states import random_states, regrouped
+from hscache.bench_states import random_states, regrouped, store_identity
 from hscache.errors import ConfigError
-from hscache.manifest import (
-    ContentIdentity,
-    EncodingIdentity,
-    Identity,
-    StatesIdentity,
-    encode_group,
-)
-from hscache.plan import TokenizedDocument, corpus_sha256, write_plan
-from hscache.planes import ARRAYS, Bits, Codec
+from hscache.manifest import Identity, encode_group
+from hscache.plan import TokenizedDocument, write_plan
+from hscache.planes import ARRAYS, Bits
 from hscache.progress import configure_logging
 from hscache.reader import Cache, open_cache
 from hscache.report import format_table
@@ -81,7 +75,7 @@ def measure(config: BenchStoreConfig) -> dict[str, Any]:
     block_NLH = _block(config)
     rounds: dict[str, list[tuple[float, float]]] = {title: [] for title in _TITLES}
     stored_bytes = raw_bytes = num_files = 0
-    cold = True
+    cold, buffers = True, _buffers(config)
     for number in range(1, config.rounds + 1):
         log.info("round %d of %d", number, config.rounds)
         with files.temporary_folder(config.folder) as folder:
@@ -96,10 +90,10 @@ def measure(config: BenchStoreConfig) -> dict[str, Any]:
             if cold:
                 rounds[COLD_FILES].append(_timed(lambda: _read_files(states, config)))  # noqa: B023
                 drop_from_memory(states)
-                rounds[COLD].append(_timed(lambda: _read(cache, config, merged=False)))  # noqa: B023
-            _read(cache, config, merged=False)
-            rounds[WARM].append(_timed(lambda: _read(cache, config, merged=False)))  # noqa: B023
-            rounds[MERGED].append(_timed(lambda: _read(cache, config, merged=True)))  # noqa: B023
+                rounds[COLD].append(_timed(lambda: _read(cache, buffers)))  # noqa: B023
+            _read(cache, buffers)
+            rounds[WARM].append(_timed(lambda: _read(cache, buffers)))  # noqa: B023
+            rounds[MERGED].append(_timed(lambda: _read_merged(cache, config.threads)))  # noqa: B023
     token_bytes = config.num_layers * config.hidden_size * 2
     return {
         "what": "hscache bench store",
@@ -227,42 +221,6 @@ def _prepare(folder: Path, config: BenchStoreConfig) -> Identity:
     return identity
 
 
-def store_identity(
-    corpus: list[TokenizedDocument], codec: Codec, num_layers: int, hidden_size: int
-) -> Identity:
-    """Return the identity of a cache of one shard that nobody trains from."""
-    num_tokens = sum(len(document.ids_T) for document in corpus)
-    return Identity(
-        states=StatesIdentity(
-            target="hscache bench store",
-            revision="",
-            config_sha256="",
-            weights_sha256="",
-            tokenizer_sha256="",
-            template_sha256="",
-            frozen_sha256="",
-            target_layer_ids=tuple(range(num_layers)),
-            num_target_layers=num_layers + 1,
-            hidden_size=hidden_size,
-            vocab_size=1,
-            dtype="bfloat16",
-            trust_remote_code=False,
-        ),
-        content=ContentIdentity(
-            corpus_sha256=corpus_sha256(corpus),
-            seed=0,
-            max_tokens=max(len(document.ids_T) for document in corpus),
-            over_long="drop",
-            shard_tokens=num_tokens,
-            num_documents=len(corpus),
-            num_tokens=num_tokens,
-            num_held_out_shards=0,
-            num_shards=1,
-        ),
-        encoding=EncodingIdentity(codec=codec),
-    )
-
-
 def _write(folder: Path, identity: Identity, config: BenchStoreConfig, block_NLH: Bits) -> None:
     with (
         ThreadPoolExecutor(config.threads) as pool,
@@ -294,27 +252,37 @@ def _read_files(paths: list[Path], config: BenchStoreConfig) -> None:
         list(pool.map(read, pieces))
 
 
-def _read(cache: Cache, config: BenchStoreConfig, *, merged: bool) -> None:
-    """Read all documents, each thread into memory of its own that it uses again."""
-    shard = cache.shard(0)
-    rows = shard.doc_rows.tolist()
+def _buffers(config: BenchStoreConfig) -> list[dict[str, np.ndarray]]:
+    """Return memory for a document of each thread, touched, as a loader has it."""
     layouts = layout.state_layouts(
         config.codec, config.num_layers, config.hidden_size, last_hidden=False
     )
-
-    def read(mine: list[int]) -> None:
-        out = {
-            name: np.empty((DOCUMENT_TOKENS, *array.row_shape), array.dtype)
+    return [
+        {
+            name: np.ones((DOCUMENT_TOKENS, *array.row_shape), array.dtype)
             for name, array in layouts.items()
         }
-        for row in mine:
-            if merged:
-                shard.bits(row)
-            else:
-                shard.read_arrays(row, out)
+        for _ in range(config.threads)
+    ]
 
-    with ThreadPoolExecutor(config.threads) as pool:
-        list(pool.map(read, [rows[i :: config.threads] for i in range(config.threads)]))
+
+def _read(cache: Cache, buffers: list[dict[str, np.ndarray]]) -> None:
+    """Read all documents into the threads' buffers, planes as they are stored."""
+    shard = cache.shard(0)
+    rows = shard.doc_rows.tolist()
+
+    def read(number: int) -> None:
+        for row in rows[number :: len(buffers)]:
+            shard.read_arrays(row, buffers[number])
+
+    with ThreadPoolExecutor(len(buffers)) as pool:
+        list(pool.map(read, range(len(buffers))))
+
+
+def _read_merged(cache: Cache, threads: int) -> None:
+    shard = cache.shard(0)
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda row: len(shard.bits(row)), shard.doc_rows.tolist()))
 
 
 def _timed(work: Callable[[], object]) -> tuple[float, float]:

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hscache import files, layout
-from hscache.bench_store import store_identity
+from hscache.bench_states import store_identity
 from hscache.manifest import encode_group
 from hscache.plan import TokenizedDocument, write_plan
 from hscache.planes import decode, encode
