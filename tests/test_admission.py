@@ -126,8 +126,7 @@ def test_a_tombstone_keeps_what_was_counted_and_is_not_made_again(cache, tmp_pat
         assert fill(cache, admission_of(cache, producer)) == [4]
     with pytest.raises(CacheIncompleteError, match="000001 has been freed"):
         open_cache(cache.path).shard(1)
-    assert verify(cache, deep=True)[0].part == "frozen"  # this cache has none
-    assert len(verify(cache, deep=True)) == 1
+    assert {damage.part for damage in verify(cache, deep=True)} == {"frozen"}  # it has none
     assert "freed" in describe_cache(cache, [look_at(cache, s) for s in cache.published_shards()])
 
 

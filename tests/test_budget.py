@@ -46,7 +46,7 @@ def test_a_shard_of_noise_stays_below_its_bound(tmp_path_factory, lengths, codec
     with ShardWriter(folder, 0, identity) as writer:
         for document, length in enumerate(lengths):  # next to nothing to compress
             shape = (length, 2 + last_hidden, 48)
-            bits = rng.integers(64, 190, shape) << 7 | rng.integers(0, 128, shape)
+            bits = rng.integers(64, 160, shape) << 7 | rng.integers(0, 128, shape)
             writer.add(document, bits.astype(np.uint16))
         writer.publish({"settings": "x" * 3000})
     found = budget.used_bytes(layout.shard_dir(folder, 0))

@@ -203,7 +203,7 @@ def _training_documents(
     """Return the plan rows of each training shard; shards ascend.
 
     All of the plan's, whatever was quarantined, so that a run that follows plans the same. Of a
-    partial cache only those with states.
+    partial cache, or of several, only those with states.
     """
     wanted = cache.plan.training_shards
     if config.follow:
@@ -242,7 +242,7 @@ def _training_documents(
             "which",
             len(usable), len(wanted), 100 * len(usable) / len(wanted),
         )  # fmt: skip
-    if not config.allow_partial:
+    if not config.allow_partial and not isinstance(cache, CacheSet):
         return {shard: cache.plan.shard_documents(shard) for shard in wanted}
     quarantined = {
         shard: {q.document for q in m.quarantined} if m else set() for shard, m in usable.items()
