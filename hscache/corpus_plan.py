@@ -104,7 +104,7 @@ def make_plan(
     if made is None or folder.exists():
         with _alone(folder, until=lambda: _made_before(config, source) is not None):
             made = _made_before(config, source) or _make(config, tokenizer, key, source, check)
-            shutil.rmtree(folder, ignore_errors=True)  # another may be at it
+            files.discard_folder(folder)
     check(made)
     return made
 
@@ -138,7 +138,7 @@ def _make(
             require_same_plan(cache_dir, planned.content, shards)
     except CacheMismatchError:
         # It would never be asked for.
-        shutil.rmtree(layout.tokens_dir(cache_dir), ignore_errors=True)
+        files.discard_folder(layout.tokens_dir(cache_dir))
         raise
     write_plan(cache_dir, corpus.documents, shards, corpus.report, source)
     return planned

@@ -183,3 +183,11 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def discard_folder(folder: Path) -> None:
+    """Delete a folder so that another process, which may make it again, never meets half of it."""
+    grave = folder.with_name(temporary_name())
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(grave)
+    shutil.rmtree(grave, ignore_errors=True)
