@@ -267,6 +267,9 @@ class Shard:
         """
         codec = self.manifest.codec
         readers = {name: self._readers[prefix + name] for name in ARRAYS[codec]}
+        if codec == "none":
+            readers["bits"].read_into(out_TH if layer is None else out_TH[:, None], start, layer)
+            return
         stop = start + len(out_TH)
         first = start
         while first < stop:
