@@ -22,9 +22,13 @@ def floor(server, tmp_path_factory):
 
 
 def test_a_producer_dies_with_the_lowest_shard_while_the_window_is_full(floor):
-    report = floor.dance(0, 6, 6, producers=2, lowest_dies=True, every=4)
+    for seed in (0, 10, 20, 30):  # which shard it holds when it stalls is up to the machine
+        report = floor.dance(seed, 6, 6, producers=2, lowest_dies=True, every=4)
+        assert report.kills["lowest claim"] > 0
+        assert report.freed > 0
+        if report.lowest_dies:
+            break
     assert report.lowest_dies
-    assert report.freed > 0
 
 
 def test_either_side_is_killed_at_random(floor):
