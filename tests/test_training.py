@@ -19,7 +19,7 @@ from trainer.batches import to_batch
 from trainer.checkpoint import load_drafter
 from trainer.config import OptimConfig
 from trainer.fit import fit
-from trainer.row_loss import row_loss
+from trainer.row_loss import row_hidden, row_loss
 from trainer.rows import RowDocument, build_row, decayed_weights
 from trainer.run_plan import plan_run
 from trainer.schedule import Position
@@ -239,3 +239,41 @@ def test_weights_of_another_shape_are_refused_with_a_diff(run, tmp_path):
         start_training(plan_run(config), torch.device("cpu"))
     assert "drafter.mask_token_id" in str(error.value)
     assert "has 48, this run 32" in str(error.value)
+
+
+def test_a_document_in_a_row_is_bit_equal_whatever_its_neighbours_are(run, training):
+    """Logits, losses and gradients of the first two documents, beside others of the same length."""
+    own, plan = (0, 2), run.cache.plan
+    own_slots = sum(len(batch_of(run, [row]).labels_M) for row in own)
+
+    def results(seed):
+        batch = batch_of(run, [*own, 1, 3])
+        num_tokens = sum(int(plan.lengths[row]) for row in own)
+        generator = torch.Generator().manual_seed(seed)
+        features_SF = batch.features_SF.clone()
+        features_SF[num_tokens:] = torch.randn(features_SF[num_tokens:].shape, generator=generator)
+        anchor_ids_N = batch.anchor_ids_N.clone()
+        own_anchors = sum(batch_of(run, [row]).num_anchors for row in own)
+        anchor_ids_N[own_anchors:] = anchor_ids_N[own_anchors:].roll(seed)
+        weights_M = batch.weights_M.clone()
+        weights_M[own_slots:] = 0  # what the neighbours teach is theirs
+        batch = dataclasses.replace(
+            batch, features_SF=features_SF, anchor_ids_N=anchor_ids_N, weights_M=weights_M
+        )
+        drafter = training.drafter
+        drafter.zero_grad()
+        context_kv = drafter.context_kv(batch.features_SF, batch.position_ids_S)
+        hidden = row_hidden(drafter, training.frozen, batch, context_kv).flatten(0, 1)
+        logits_MV = hidden[batch.scored_M[:own_slots]] @ training.frozen.head_VH.T
+        loss_sum, _ = row_loss(drafter, training.frozen, batch, chunk_size=512)
+        loss_sum.backward()
+        gradients = {name: p.grad.clone() for name, p in drafter.named_parameters()}
+        return logits_MV.detach(), loss_sum.detach(), gradients
+
+    first, second = results(1), results(2)
+    assert first[0].shape[0] == own_slots > 20
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+    for name, gradient in first[2].items():
+        assert torch.equal(gradient, second[2][name]), name
+        assert gradient.count_nonzero() > 0
