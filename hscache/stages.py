@@ -162,13 +162,17 @@ class Stages:
         )
 
     def _take_up(self, shard: int) -> None:
-        """Make a shard the next; forget packs of one that was guessed wrongly."""
-        if not self._has(shard):
-            self._todo.clear()
-            while self._launched:
-                pack = self._launched.popleft()
+        """Make a shard the next; forget packs of others, which were guessed wrongly."""
+        self._todo = deque(pack for pack in self._todo if pack[0] == shard)
+        kept: deque[_Launched] = deque()
+        for pack in self._launched:
+            if pack.shard == shard:
+                kept.append(pack)
+            else:
                 self._finish(pack)
                 self._free.append(pack.buffer)
+        self._launched = kept
+        if not self._has(shard):
             self._plan_shard(shard)
 
     def _plan_shard(self, shard: int) -> None:

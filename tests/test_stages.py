@@ -166,6 +166,17 @@ def test_a_wrong_guess_is_thrown_away(plain, llama_dir):
         assert [document for document, _ in running.states(shard)] == expected
 
 
+def test_a_guess_that_changes_leaves_no_pack_of_the_first_before_the_second(plain, llama_dir):
+    """Another producer takes a small shard that has been computed ahead in whole."""
+    guesses = iter([2])
+    running = make_stages(
+        plain, llama_dir, token_budget=10_000, likely_next=lambda: next(guesses, 3)
+    )
+    for shard in (1, 3):
+        expected = [d for d, _ in make_stages(plain, llama_dir).states(shard)]
+        assert [document for document, _ in running.states(shard)] == expected
+
+
 def failing(monkeypatch, decide):
     """Let launches fail with what `decide(tokens, number)` raises; return their sizes."""
     launch, sizes = Stages._launch, []
