@@ -86,7 +86,7 @@ def _add_file(found: Measured, path: Path, gpu: str) -> None:
             f"{path} ({device})"
         )
     elif what == "hscache bench gemm":
-        _add_ceiling(found, figures["all"])
+        _add_ceiling(found, figures["best"])
         found.notes.append(f"products: {path} ({device})")
     else:
         found.notes.append(f"{path} is a result of {what}, which has no rate for a plan")

@@ -134,7 +134,7 @@ def gather(paths: Sequence[Path]) -> Roofline:
         raise ConfigError(f"expected results of one kind of GPU, found {found}.")
     roofline = Roofline(gpu=GPUS[next(iter(keys))], left_out=left_out)
     for path, figures in results:
-        gemm = figures.get("gemm") or figures["all"]
+        gemm = figures.get("gemm") or figures["best"]
         if gemm["sustained_flop_per_s"] > roofline.sustained:
             roofline.sustained = gemm["sustained_flop_per_s"]
             roofline.power_w, roofline.clock_mhz = gemm.get("power_w"), gemm.get("clock_mhz")
@@ -210,7 +210,7 @@ def _read_gemm(found: Roofline, name: str, figures: dict[str, Any]) -> None:
         Point(
             name=f"{name}: products",
             intensity=None,
-            flop_per_s=figures["all"]["sustained_flop_per_s"],
+            flop_per_s=figures["best"]["sustained_flop_per_s"],
         )
     )
 

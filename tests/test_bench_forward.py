@@ -14,7 +14,9 @@ from hscache.bench_target_config import BenchForwardConfig, BenchGemmConfig
 from hscache.config import TargetConfig
 from hscache.errors import ConfigError
 from hscache.forward_check import off_in_words, reference_errors, states_facts
+from hscache.measured import read_measured
 from hscache.random_target import random_base
+from hscache.roofline import gather
 
 SOUND = {"finite": True, "equal_twice": True, "apart": True}
 
@@ -38,6 +40,12 @@ def test_bench_gemm_measures_every_product(hybrid_dir, tmp_path, capsys):
     assert len(figures["all"]) == 2
     assert figures["best"]["sustained_flop_per_s"] > 0
     assert "ceiling" in capsys.readouterr().out
+    figures["machine"]["device"] = "NVIDIA H200"  # of a GPU that plan and roofline know
+    output.write_text(json.dumps(figures))
+    best = figures["best"]["sustained_flop_per_s"]
+    assert read_measured([output], "h200", hidden_size=1, num_blocks=1).sustained == best
+    roofline = gather([output])
+    assert roofline.sustained == roofline.points[0].flop_per_s == best
     words = ["bench", "gemm", "--target", str(hybrid_dir), "--rows", "8,16", "--device", "cpu"]
     assert cli.main([*words, "--dry-run"]) == 0
     assert "6 products of 2 sizes" in capsys.readouterr().out
