@@ -27,14 +27,12 @@ from hscache.clock import Clock, gpu_monitor
 from hscache.config import TargetConfig
 from hscache.device import DTYPES, choose_device
 from hscache.forward_flops import Product, products
+from hscache.gpus import GPUS, gpu_of_device
 from hscache.pretrained import library_versions, load_config
 from hscache.progress import configure_logging
 from hscache.report import format_table
 
 log = logging.getLogger(__name__)
-
-DENSE_FLOP_PER_S = {"H200": 989e12, "H100": 989e12, "RTX PRO 6000": 503.8e12}
-"""Vendors' bf16 rates with float32 accumulation, without sparsity, by a part of the card's name."""
 
 
 def run(config: BenchGemmConfig, *, dry_run: bool = False) -> int:
@@ -118,8 +116,8 @@ def dense_rate(device: torch.device) -> float | None:
     """Return the vendor's dense bf16 rate of a card, None where we do not know it."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((rate for part, rate in DENSE_FLOP_PER_S.items() if part in name), None)
+    gpu = gpu_of_device(torch.cuda.get_device_name(device))
+    return None if gpu is None else GPUS[gpu].bf16
 
 
 def machine(device: torch.device) -> dict[str, Any]:
