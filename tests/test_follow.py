@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from cache_maker import make_identity
 from trainer_cache import documents, fit_config, make_cache, random_bits
 from trainer_cache import publish as write_shard
 
+from hscache import layout
 from hscache.consumers import read_consumers
-from hscache.errors import CacheIncompleteError, ConfigError, HscacheError
+from hscache.errors import CacheIncompleteError, ConfigError, HscacheError, ShardCorruptError
 from hscache.freeing import free_shard
 from hscache.manifest import WindowIdentity, encode_group
 from hscache.reader import open_cache
@@ -162,6 +164,19 @@ def test_ticks_without_rows_do_not_hold_their_shards(tmp_path):
     assert first_ticks(run, Position(tick=3)) == 4  # visits 4 and 3
     assert first_ticks(run, Position(tick=3, row_in_tick=1)) == 3
     assert first_ticks(run, Position(tick=7)) == 7  # shard 8 is not there yet
+
+
+def test_a_follower_goes_on_past_damaged_attributes_when_it_may_skip(tmp_path):
+    window = WindowIdentity(shards=4, passes=2, reserve=3)
+    folder = windowed(tmp_path / "c", window)
+    (layout.shard_dir(folder, 4) / "zarr.json").write_bytes(b"{}")
+    with pytest.raises(ShardCorruptError):
+        fit(config_of(folder, run_dir=tmp_path / "stop"))
+    saved = fit(config_of(folder, on_bad_shard="skip", run_dir=tmp_path / "skip"))
+    lost = set(open_cache(folder).plan.shard_documents(4))
+    assert {document for document, _ in read_state(saved).skipped} == lost
+    consumers = {Path(c.run_dir).name: c for c in read_consumers(folder)}
+    assert consumers["skip"].finished
 
 
 def test_a_window_too_small_for_the_checkpoints_is_refused_with_what_fits(tmp_path):

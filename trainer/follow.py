@@ -24,6 +24,7 @@ from hscache.producers import working_producers
 from hscache.reader import Cache, open_cache
 from hscache.report import format_seconds
 from hscache.window import num_acknowledged, slots_needed
+from trainer.bad_shards import manifest_or_none
 from trainer.checkpoint import list_checkpoints
 from trainer.config import FitConfig
 from trainer.row_reader import LOOK_S
@@ -82,7 +83,8 @@ def _is_empty(run: RunPlan, tick: int) -> bool:
     for visit in visits:
         if not run.cache.is_published(visit.shard):
             return False
-        skip |= {q.document for q in run.cache.shard_manifest(visit.shard).quarantined}
+        manifest = manifest_or_none(run.cache, visit.shard, run.config.on_bad_shard)
+        skip |= {q.document for q in manifest.quarantined} if manifest else set()
         documents = set(plan.shard_documents(visit.shard)) - skip
         if any(run.rule.rate * plan.valid_anchors[document] >= 1 for document in documents):
             return False  # drawn for sure
