@@ -7,6 +7,8 @@ from trainer_cache import documents, make_cache, random_bits
 
 import hscache
 from hscache import cli, layout
+from hscache.freeing import free_shard, is_freed
+from hscache.reader import Shard
 from hscache.verify import verify
 
 
@@ -38,6 +40,20 @@ def test_a_sound_cache_has_no_damage_and_is_not_touched(folder, deep, capsys):
     assert cli.main(["verify", str(folder), *(["--deep"] if deep else [])]) == 0
     assert "no damage found" in capsys.readouterr().out
     assert snapshot(folder) == before
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_shard_that_is_freed_while_it_is_checked_is_not_damaged(folder, deep, monkeypatch):
+    cache, check_files = hscache.open(folder), Shard.check_files
+
+    def free_first(shard):
+        if shard.number == 2:
+            free_shard(hscache.open(folder), 2, ["run"])
+        check_files(shard)
+
+    monkeypatch.setattr(Shard, "check_files", free_first)
+    assert verify(cache, deep=deep) == []
+    assert is_freed(cache, 2)
 
 
 def test_a_flipped_bit_in_payload_is_found_deep_and_costs_the_documents_of_its_chunk(folder):
