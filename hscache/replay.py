@@ -8,6 +8,7 @@ another block, after a norm, of other weights, or under another chat template.
 Axes: T tokens, L captured layers, H hidden, C candidates.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from hscache.errors import ConfigError, HscacheError
 from hscache.manifest import identity_diff
 from hscache.planes import Bits, decode, encode
 from hscache.prepare import states_identity
-from hscache.produce import cut_packs, software
+from hscache.produce import software
 from hscache.reader import Cache
 from hscache.report import format_table
 from hscache.target import Target
@@ -165,16 +166,18 @@ def _replay_shard(
 
 def _packs(cache: Cache, shard: int, documents: Sequence[int]) -> Iterator[list[int]]:
     """Yield the packs that held the documents, if the shard says how it was packed."""
-    provenance = cache.shard_manifest(shard).provenance
-    budget, sizes = provenance.get("token_budget"), provenance.get("documents_per_pack")
-    if not isinstance(budget, int) or not isinstance(sizes, list):
+    sizes = cache.shard_manifest(shard).provenance.get("documents_per_pack")
+    if not isinstance(sizes, list):
         return  # imported: another program packed, if anyone did
-    packs = cut_packs(cache.plan, shard, budget)
-    if [len(pack) for pack in packs] != sizes:
+    rows = cache.plan.shard_documents(shard)
+    if sum(sizes) != len(rows):
         raise HscacheError(
-            f"shard {shard} of {cache.path} was packed as {sizes}, and a token budget of {budget} "
-            f"gives {[len(pack) for pack in packs]}: it was made by another version of hscache."
+            f"shard {shard} of {cache.path} says it was made of packs of {sizes} documents, and "
+            f"the plan gives it {len(rows)}. Its provenance was changed by hand."
         )
+    # Not cut anew: a GPU whose memory did not suffice cut the rest of its packs again.
+    ends = itertools.accumulate(sizes, initial=0)
+    packs = [list(rows[begin:end]) for begin, end in itertools.pairwise(ends)]
     yield from (pack for pack in packs if set(pack) & set(documents))
 
 

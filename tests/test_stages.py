@@ -211,6 +211,25 @@ def test_out_of_memory_halves_the_packs_once_and_remembers(
     assert len(set(budgets)) == 1
 
 
+def test_packs_halved_within_a_shard_are_run_again_as_they_were(
+    tmp_path, llama_dir, corpus_file, ahead, monkeypatch, capsys
+):
+    folder = tmp_path / "cache"
+
+    def memory_shrinks(tokens, number):
+        out_of_memory_above(150 if number > 2 else 256)(tokens, number)
+
+    with monkeypatch.context() as patch:
+        failing(patch, memory_shrinks)
+        assert run_here(folder, llama_dir, corpus_file, token_budget=256) == 0
+    provenance = provenance_of(folder, 0)
+    packs = cut(Plan(folder).shard_documents(0), Plan(folder).lengths, provenance["token_budget"])
+    assert provenance["documents_per_pack"] != [len(pack) for pack in packs]
+    flags = ["--replay", "50", "--target", str(llama_dir), "--device", "cpu"]
+    assert cli.main(["verify", str(folder), *flags]) == 0
+    assert "packs: bit-equal" in capsys.readouterr().out
+
+
 def test_packs_wait_for_earlier_ones_before_they_are_halved(plain, llama_dir, monkeypatch):
     running = make_stages(plain, llama_dir)
 
