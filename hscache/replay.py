@@ -9,7 +9,7 @@ Axes: T tokens, L captured layers, H hidden, C candidates.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,14 +105,21 @@ def load_target(cache: Cache, config: VerifyConfig) -> tuple[Target, list[str]]:
     return target, [line for line in lines if line.strip().split(":")[0] not in free]
 
 
-def replay(cache: Cache, target: Target, num_documents: int, *, seed: int = 0) -> Replay:
+def replay(
+    cache: Cache,
+    target: Target,
+    num_documents: int,
+    *,
+    seed: int = 0,
+    besides: Collection[int | None] = (),
+) -> Replay:
     """Run packs that hold `num_documents` random documents again, and these documents alone."""
     num_layers = len(target.captured_ids)
     found = Replay(
         packs=[Difference() for _ in range(num_layers)],
         alone=[Difference() for _ in range(num_layers)],
     )
-    for shard, documents in _draw(cache, num_documents, seed).items():
+    for shard, documents in _draw(cache, num_documents, seed, besides).items():
         try:
             _replay_shard(cache, target, shard, documents, found)
         except HscacheError as error:
@@ -128,15 +135,19 @@ def replay(cache: Cache, target: Target, num_documents: int, *, seed: int = 0) -
     return found
 
 
-def _draw(cache: Cache, num_documents: int, seed: int) -> dict[int, list[int]]:
+def _draw(
+    cache: Cache, num_documents: int, seed: int, besides: Collection[int | None]
+) -> dict[int, list[int]]:
     """Draw documents that have states, by shard."""
     rows: list[int] = []
     for shard in cache.published_shards():
+        if shard in besides:
+            continue
         manifest = cache.shard_manifest(shard)
         if manifest.state != "freed":
             quarantined = {q.document for q in manifest.quarantined}
             rows += [r for r in cache.plan.shard_documents(shard) if r not in quarantined]
-    if not rows:
+    if not rows and not besides:
         raise ConfigError(f"{cache.path} has no document with states to run again.")
     chosen = np.random.default_rng(seed).permutation(len(rows))[:num_documents]
     by_shard: dict[int, list[int]] = {}
@@ -280,7 +291,9 @@ def describe(cache: Cache, target: Target, found: Replay) -> str:
     table = format_table(["run again", "block", "equal", "mean ulp", "largest ulp"], rows)
     packs = [one for one in found.packs if one.num_values]
     count = f"{found.num_documents} documents in {found.num_packs} packs"
-    if not packs:
+    if not found.num_documents:
+        verdict = "nothing was run again: no sound shard is left"
+    elif not packs:
         verdict = "no pack is recorded (imported states): compared with documents run alone"
     elif all(one.num_equal == one.num_values for one in packs):
         verdict = f"{count}: bit-equal"
@@ -294,10 +307,15 @@ def describe(cache: Cache, target: Target, found: Replay) -> str:
     return f"{table}\n{verdict}"
 
 
-def verify_replay(cache: Cache, config: VerifyConfig) -> tuple[str, list[Damage]]:
-    """Load the target, replay, and return what to print and what is damaged."""
+def verify_replay(
+    cache: Cache, config: VerifyConfig, besides: Collection[int | None]
+) -> tuple[str, list[Damage]]:
+    """Load the target, replay, and return what to print and what is damaged.
+
+    Shards `besides` are known to be damaged and are left out.
+    """
     target, differences = load_target(cache, config)
-    found = replay(cache, target, config.replay, seed=config.seed)
+    found = replay(cache, target, config.replay, seed=config.seed, besides=besides)
     damaged = found.damaged
     if differences:
         problem = "the target loaded is another one than the cache's:\n" + "\n".join(

@@ -63,7 +63,7 @@ def run(config: VerifyConfig, *, dry_run: bool = False) -> int:
     if config.replay:
         from hscache.replay import verify_replay  # torch, and the target
 
-        text, found = verify_replay(cache, config)
+        text, found = verify_replay(cache, config, {damage.shard for damage in damaged})
         print(text)
         damaged += found
     print(_summary(cache, damaged, config.deep))

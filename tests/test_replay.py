@@ -168,6 +168,22 @@ def test_another_shape_or_a_damaged_shard_is_an_answer(made, tmp_path, llama_dir
     assert "fails its checksum" in capsys.readouterr().out
 
 
+def test_shards_that_are_known_to_be_damaged_are_left_out_and_named(
+    made, tmp_path, llama_dir, capsys
+):
+    folder = shutil.copytree(made, tmp_path / "cache")
+    first, *others = layout.list_shards(folder)
+    (layout.shard_dir(folder, first) / "zarr.json").write_bytes(b"{}")
+    assert verify(folder, llama_dir) == 1
+    out = capsys.readouterr().out
+    assert "packs: bit-equal" in out
+    assert f"shard {first}: " in out
+    for shard in others:
+        (layout.shard_dir(folder, shard) / "zarr.json").write_bytes(b"{}")
+    assert verify(folder, llama_dir) == 1
+    assert "no sound shard is left" in capsys.readouterr().out
+
+
 def test_what_makes_no_sense_is_refused(made, capsys):
     assert cli.main(["verify", str(made), "--target", "x"]) == 2
     assert "--replay N" in capsys.readouterr().err
