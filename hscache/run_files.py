@@ -71,19 +71,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def is_finished(run_dir: Path) -> bool:
-    """Say whether the last checkpoint lies at the end of the schedule."""
-    found = checkpoints(run_dir)
-    if not found:
-        return False
-    state = read_json(found[-1] / "trainer_state.json")
-    schedule, position = state.get("schedule", {}), state.get("position", {})
-    if not schedule or not position:
-        return False
-    ticks = len(schedule["shards"]) + (schedule["passes"] - 1) * schedule["stride"]
-    return bool(position["tick"] >= ticks)
-
-
 def writer_pid(run_dir: Path) -> int | None:
     """Return the process on this machine that holds the run's lock, None if none does.
 

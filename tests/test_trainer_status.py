@@ -74,6 +74,18 @@ def test_a_run_on_several_caches_names_each(trained, tmp_path, capsys):
     assert f"of about {2 * 2 * (40 + 25 + 50):,} tokens" in text
 
 
+def test_a_run_on_weighted_caches_ends_after_its_own_visits(trained, tmp_path, capsys):
+    corpus = documents([30, 40, 25, 50], seed=1, held_out=(0,))
+    other = make_cache(tmp_path / "other", corpus)
+    config = fit_config(
+        (trained / "cache", other), tmp_path / "run", weights=(1.0, 0.5), passes=4, row_tokens=64
+    )
+    fit(config)
+    text = show(capsys, tmp_path / "run", "--watch")  # ends by itself
+    assert "finished, last line" in text
+    assert f"of about {(4 + 2) * (40 + 25 + 50):,} tokens" in text
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
     assert main(["status", str(tmp_path)]) == 2
     assert "has no config.json" in capsys.readouterr().err

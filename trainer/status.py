@@ -8,6 +8,7 @@ is written, no torch.
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from hscache.reader import open_cache
 from hscache.report import format_number, format_seconds, format_table
 from hscache.status import Status, bar, status_of, watch
 from trainer.config import StatusConfig
+from trainer.mixture import MixedSchedule
+from trainer.schedule import Schedule
 
 _WAITING = 0.05
 _SILENT_S = 600.0
@@ -46,7 +49,7 @@ def describe(run_dir: Path) -> tuple[str, bool]:
     step, look = run_files.last_metrics(run_dir)
     age_s = run_files.metrics_age_s(run_dir, time.time())
     pid = run_files.writer_pid(run_dir)
-    finished = run_files.is_finished(run_dir)
+    finished = _is_finished(run_dir)
     running = pid is not None or (not finished and age_s is not None and age_s < _SILENT_S)
     shards = config.get("shards", "")
     folders = [Path(folder) for folder in (shards if isinstance(shards, list) else [shards])]
@@ -95,15 +98,40 @@ def _state(pid: int | None, finished: bool, age_s: float | None) -> str:
 
 def _total_tokens(folders: list[Path], config: dict[str, Any]) -> int:
     """Return the tokens of all passes, 0 if a cache cannot be read from here."""
-    total = 0
-    for folder in folders:
+    total = 0.0
+    weights = config.get("weights") or [1.0] * len(folders)
+    for folder, weight in zip(folders, weights, strict=True):
         try:
             plan = open_cache(folder).plan
         except (HscacheError, OSError):
             return 0
         held_out = plan.shard_documents(plan.training_shards.start).start
-        total += int(plan.offsets[-1] - plan.offsets[held_out])
-    return total * int(config.get("passes", 1))
+        total += weight * int(plan.offsets[-1] - plan.offsets[held_out])
+    return round(total * int(config.get("passes", 1)))
+
+
+def _is_finished(run_dir: Path) -> bool:
+    """Say whether the last checkpoint lies at the end of the schedule."""
+    found = run_files.checkpoints(run_dir)
+    state = run_files.read_json(found[-1] / "trainer_state.json") if found else {}
+    if not state.get("schedule") or not state.get("position"):
+        return False
+    return bool(state["position"]["tick"] >= _schedule_of(state["schedule"]).num_ticks)
+
+
+def _schedule_of(recorded: dict[str, Any]) -> Schedule:
+    """Return the schedule that a checkpoint records."""
+    shards, passes = tuple(recorded["shards"]), recorded["passes"]
+    if "weights" not in recorded:
+        return Schedule(shards=shards, passes=passes, stride=recorded["stride"])
+    ends = itertools.accumulate(recorded["parts"], initial=0)
+    return MixedSchedule(
+        shards=shards,
+        passes=passes,
+        stride=recorded["stride"],
+        parts=tuple(shards[begin:end] for begin, end in itertools.pairwise(ends)),
+        weights=tuple(recorded["weights"]),
+    )
 
 
 def _figures(step: dict[str, Any]) -> str:
