@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from hscache.config import DEFAULT_RESERVE
 from hscache.planes import ARRAYS, Codec
+from hscache.window import visit_stride
 
 DAY_S = 86_400.0
-RESERVE_SHARDS = 3
-"""Shards beside the window: being written, or read since the last checkpoint."""
 
 RATIOS: dict[Codec, float] = {"lossless": 1.43, "none": 1.0, "bitround4": 2.0, "fp8": 2.2}
 """bf16 bytes over stored bytes on real residual streams: the smaller of two targets' (SmolLM2 and
@@ -125,7 +125,7 @@ def plan_window(
     held_out_bytes: float,
     fixed_bytes: float,
     passes: int,
-    reserve: int = RESERVE_SHARDS,
+    reserve: int = DEFAULT_RESERVE,
 ) -> Window:
     """Return the largest window in a budget, counted in worst-case shards (design.md section 5).
 
@@ -139,7 +139,7 @@ def plan_window(
         shards=shards,
         least_shards=least,
         least_bytes=math.ceil(always + (least + reserve) * shard_bytes),
-        stride=max(1, shards // passes) if shards else 0,
+        stride=visit_stride(shards, num_training_shards, passes) if shards else 0,
         passes=passes if shards >= least else shards,
     )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hscache import cost
-from hscache.config import spaced_layer_ids
+from hscache.config import DEFAULT_RESERVE, spaced_layer_ids
 from hscache.cost_config import CostConfig, PlannedFit, PlannedProduce
 from hscache.cost_corpus import describe_corpus
 from hscache.cost_memory import DrafterShape, require_memory
@@ -231,7 +231,7 @@ def _disk(
         "fits": codecs[codec]["total_bytes"] <= free_bytes
         and (free_inodes is None or inodes <= free_inodes),
         "worst_shard_bytes": shard_bytes,
-        "reserve_shards": cost.RESERVE_SHARDS,
+        "reserve_shards": DEFAULT_RESERVE,
         "window": {**dataclasses.asdict(window), "fits": window.fits},
     }
 

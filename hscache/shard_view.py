@@ -151,7 +151,7 @@ def visits_done(cache: Cache) -> dict[int, int]:
     """
     progress = [
         record.get("progress") or {}
-        for path in sorted((cache.path / "consumers").glob("*.json"))
+        for path in sorted(layout.consumers_dir(cache.path).glob("*.json"))
         if not path.name.startswith(".") and (record := read_record(path)) is not None
     ]
     if not progress:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from hscache import layout, producers, run_files
+from hscache import budget, layout, producers, run_files
 from hscache.config import StatusConfig
 from hscache.errors import HscacheError
 from hscache.progress import configure_logging
@@ -136,8 +136,6 @@ def look(cache: Cache) -> Status:
         on_disk += not gone and shard in plan.training_shards
     now_s = time.time()
     latest = sorted(modified, key=lambda shard: modified[shard])[-_RECENT_SHARDS:]
-    identity_window = getattr(cache.identity, "window", None)
-    slots = getattr(identity_window, "shards", 0) + getattr(identity_window, "reserve", 0)
     recent = [m for m in map(cache.shard_manifest, latest) if m.state == "published"]
     token_bytes = [m.stored_bytes / m.num_tokens for m in recent if m.num_tokens]
     here = sizes[[shard for shard in published if shard in modified]].sum() if modified else 0
@@ -152,10 +150,10 @@ def look(cache: Cache) -> Status:
         stopped_s=now_s - max(modified.values()) if modified else None,
         disk_bytes=int(np.mean(token_bytes) * here * share_kept) if token_bytes else 0,
         free_bytes=shutil.disk_usage(cache.path).free,
-        window_shards=slots or None,
+        window_shards=budget.slots(cache.identity.window) or None,
         on_disk=on_disk,
         producers=_processes(layout.producers_dir(cache.path), now_s),
-        consumers=_processes(cache.path / "consumers", now_s),
+        consumers=_processes(layout.consumers_dir(cache.path), now_s),
     )
 
 

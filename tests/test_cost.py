@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from test_flops import QWEN_27B
 
 from hscache import cost
+from hscache.config import DEFAULT_RESERVE
 from hscache.flops import row_flops
 from hscache.gpus import GPUS, TERA, gpu_of_device
 from hscache.layout import SHARD_SIDE_ARRAYS, state_layouts
@@ -170,7 +171,7 @@ def test_a_window_never_takes_more_than_its_budget(passes, shards, budget):
         fixed_bytes=fixed, passes=passes,
     )  # fmt: skip
     if window.shards:
-        taken = fixed + held_out + (window.shards + cost.RESERVE_SHARDS) * shard
+        taken = fixed + held_out + (window.shards + DEFAULT_RESERVE) * shard
         assert taken <= budget
     assert window.fits == (window.shards >= min(passes, shards))
     assert window.fits == (budget >= window.least_bytes)
