@@ -56,7 +56,7 @@ class Status:
     tokens_per_s: float | None
     """of the latest shards, all producers together; None where fewer than two are known"""
     stopped_s: float | None
-    """since the last shard was published"""
+    """since the last shard that is on disk was published"""
     disk_bytes: int
     free_bytes: int
     window_shards: int | None
@@ -127,19 +127,19 @@ def look(cache: Cache) -> Status:
     modified, freed, on_disk = {}, 0, 0
     for shard in published:
         folder = layout.shard_dir(cache.path, shard)
+        if not (folder / "doc_rows").exists():
+            freed += 1  # and its attributes are as old as that, not as the shard
+            continue
         try:
             modified[shard] = (folder / "zarr.json").stat().st_mtime
         except OSError:
             continue
-        gone = not (folder / "doc_rows").exists()
-        freed += gone
-        on_disk += not gone and shard in plan.training_shards
+        on_disk += shard in plan.training_shards
     now_s = time.time()
     latest = sorted(modified, key=lambda shard: modified[shard])[-_RECENT_SHARDS:]
     recent = [m for m in map(cache.shard_manifest, latest) if m.state == "published"]
     token_bytes = [m.stored_bytes / m.num_tokens for m in recent if m.num_tokens]
-    here = sizes[[shard for shard in published if shard in modified]].sum() if modified else 0
-    share_kept = 1 - freed / max(1, len(published))
+    here = sizes[list(modified)].sum() if modified else 0
     return Status(
         num_shards=plan.num_shards,
         published=len(published),
@@ -148,7 +148,7 @@ def look(cache: Cache) -> Status:
         total_tokens=plan.num_tokens,
         tokens_per_s=_rate(recent),
         stopped_s=now_s - max(modified.values()) if modified else None,
-        disk_bytes=int(np.mean(token_bytes) * here * share_kept) if token_bytes else 0,
+        disk_bytes=int(np.mean(token_bytes) * here) if token_bytes else 0,
         free_bytes=shutil.disk_usage(cache.path).free,
         window_shards=budget.slots(cache.identity.window) or None,
         on_disk=on_disk,

@@ -1,6 +1,7 @@
 """`hscache status`: both sides of a cache as their files tell it, alive or dead."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from cache_maker import make_cache
 
 from hscache import layout, run_files
 from hscache.cli import main
+from hscache.freeing import free_shard
 from hscache.producers import Producer
 from hscache.reader import open_cache
 from hscache.status import _rate, bar, look, watch
@@ -117,6 +119,15 @@ def test_freed_shards_count_as_produced_and_take_no_disk(partial):
     assert (after.freed, after.published) == (1, 3)
     assert after.produced_tokens == before.produced_tokens
     assert after.disk_bytes < before.disk_bytes
+
+
+def test_freeing_a_shard_is_not_publishing_one(partial):
+    for shard in range(3):
+        os.utime(layout.shard_dir(partial, shard) / "zarr.json", (1000, 1000))
+    free_shard(open_cache(partial), 2, ["run"])
+    status = look(open_cache(partial))
+    assert status.freed == 1
+    assert status.stopped_s > 1e6
 
 
 def test_the_rate_is_tokens_over_the_time_from_first_start_to_last_end():
