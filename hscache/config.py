@@ -11,7 +11,7 @@ from typing import Literal
 from hscache.chat_api import parse_extra_body, server_url
 from hscache.errors import ConfigError
 from hscache.planes import Codec
-from hscache.report import parse_size
+from hscache.sizes import parse_size
 from hscache.template_kwargs import parse_template_kwargs
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -182,7 +182,7 @@ class ProduceConfig:
 
     def _check_window(self) -> None:
         if self.max_disk is not None:
-            parse_size(self.max_disk)
+            parse_size(self.max_disk, "max_disk", filesystem_bytes=0)
         for name in ("passes", "reserve"):
             value = getattr(self, name)
             if value is None:

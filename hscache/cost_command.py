@@ -28,7 +28,7 @@ from hscache.measured import Measured, read_measured
 from hscache.planes import ARRAYS
 from hscache.progress import configure_logging
 from hscache.settings import read_part
-from hscache.sizes import parse_bytes
+from hscache.sizes import parse_size
 from hscache.target_shape import TargetShape, shape_of
 
 DEFAULT_SHARE = 0.75
@@ -160,7 +160,7 @@ def _gpu(config: CostConfig) -> Gpu:
         fp8=None,
         fp4=None,
         sparse_bf16=None,
-        memory_bytes=parse_bytes(config.gpu_memory, "gpu_memory"),
+        memory_bytes=parse_size(config.gpu_memory, "gpu_memory"),
         bandwidth=None,
         power_w=None,
         source="no dense peak is known: the measured ceiling stands in for it",
@@ -238,7 +238,7 @@ def _disk(
 
 def _free(config: CostConfig) -> tuple[int, int | None]:
     if config.disk is not None:
-        return parse_bytes(config.disk, "disk"), None
+        return parse_size(config.disk, "disk"), None
     folder = config.shard_dir.absolute()
     while not folder.exists():
         folder = folder.parent

@@ -9,7 +9,7 @@ from hscache.config import DataConfig, StoreConfig, TargetConfig
 from hscache.errors import ConfigError
 from hscache.gpus import GPUS, GpuName
 from hscache.planes import Codec
-from hscache.sizes import parse_bytes
+from hscache.sizes import parse_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class CostConfig:
             )
         for name in ("disk", "gpu_memory"):
             if (text := getattr(self, name)) is not None:
-                parse_bytes(text, name)
+                parse_size(text, name)
         if self.tokens is not None and (self.mean_tokens is None) == (self.lengths is None):
             raise ConfigError(
                 "tokens needs the documents' lengths as well: --mean-tokens 1700, or --lengths "

@@ -1,47 +1,13 @@
 """Numbers and tables as people read them: sizes, durations, counts and aligned plain-text tables.
 
-Takes plain values, hands on text, and reads sizes back; used by progress lines, `hscache inspect`
-and the table at the end of every command. Sizes are decimal (1 GB = 10^9 bytes), as disks and
-links are sold.
+Takes plain values, hands on text; used by progress lines, `hscache inspect` and the table at the
+end of every command. Sizes are decimal (1 GB = 10^9 bytes), as disks and links are sold.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
-
-from hscache.errors import ConfigError
-
-_UNITS = {"": 1, "B": 1} | {
-    f"{letter}{infix}B": base**power
-    for power, letter in enumerate("KMGTP", start=1)
-    for infix, base in (("", 1000), ("I", 1024))
-}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)")
-
-
-def parse_size(text: str, filesystem_bytes: int = 0) -> int:
-    """Return the bytes that `2TB`, `1.5TiB`, `500000` or `80%` (of the filesystem) mean.
-
-    Raises ConfigError.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    unit = match[2].upper() if match else None
-    if match is None or (unit != "%" and unit not in _UNITS):
-        raise ConfigError(
-            f"max_disk is {text!r}; expected a size such as 2TB, 500GB or 1.5TiB, or a share of "
-            "the filesystem such as 80%."
-        )
-    number = float(match[1])
-    if unit == "%":
-        if not 0 < number <= 100:
-            raise ConfigError(f"max_disk is {text!r}; expected more than 0 % and at most 100 %.")
-        return int(filesystem_bytes * number / 100)
-    if number <= 0:
-        raise ConfigError(f"max_disk is {text!r}; expected more than 0.")
-    assert unit is not None
-    return int(number * _UNITS[unit])
 
 
 def format_bytes(size_bytes: float) -> str:

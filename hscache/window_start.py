@@ -12,7 +12,8 @@ from hscache.config import DEFAULT_RESERVE, ProduceConfig
 from hscache.errors import CacheMismatchError, ConfigError, DiskFullError
 from hscache.manifest import Identity, WindowIdentity, identity_diff, read_group
 from hscache.plan import Plan
-from hscache.report import format_bytes, parse_size
+from hscache.report import format_bytes
+from hscache.sizes import parse_size
 from hscache.window import DiskNeeds, choose_window
 
 _ROOT_BYTES = 2 * budget.BLOCK_BYTES
@@ -23,7 +24,7 @@ def max_disk_bytes(config: ProduceConfig) -> int | None:
     if config.max_disk is None:
         return None
     status = budget.filesystem(config.shard_dir)
-    return parse_size(config.max_disk, status.f_blocks * status.f_frsize)
+    return parse_size(config.max_disk, "max_disk", status.f_blocks * status.f_frsize)
 
 
 def needs_of(cache_dir: Path, identity: Identity) -> DiskNeeds:

@@ -299,7 +299,7 @@ def test_settings_that_contradict_each_other_are_refused():
         ({"retain": "window"}, "needs max_disk and passes"),
         ({"retain": "window", "max_disk": "2TB"}, "needs max_disk and passes"),
         ({"retain": "window", "max_disk": "2TB", "passes": 0}, "at least 1"),
-        ({"max_disk": "much"}, "a size such as 2TB"),
+        ({"max_disk": "much"}, "a size such as 4TB"),
     ):
         with pytest.raises(ConfigError, match=words):
             config(**changes)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hscache import budget, layout
 from hscache.errors import ConfigError
 from hscache.planes import ARRAYS
-from hscache.report import parse_size
+from hscache.sizes import parse_size
 from hscache.writer import ShardWriter
 
 
@@ -19,17 +19,22 @@ from hscache.writer import ShardWriter
     ("text", "size"),
     [
         ("2TB", 2 * 10**12), ("1.5 TiB", 3 * 2**39), ("500gb", 5 * 10**11), ("4096", 4096),
-        ("10B", 10), ("80%", 800), ("100 %", 1000),
+        ("10B", 10), ("4e12", 4 * 10**12), ("80%", 800), ("100 %", 1000),
     ],
 )  # fmt: skip
 def test_sizes_are_read_as_people_write_them(text, size):
-    assert parse_size(text, 1000) == size
+    assert parse_size(text, "max_disk", 1000) == size
 
 
-@pytest.mark.parametrize("text", ["", "TB", "2 TX", "-1GB", "0", "0%", "120%", "1e12", "2TB!"])
+@pytest.mark.parametrize("text", ["", "TB", "2 TX", "-1GB", "0", "0%", "120%", "1e", "2TB!", "1_0"])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(ConfigError, match="max_disk is"):
-        parse_size(text, 1000)
+        parse_size(text, "max_disk", 1000)
+
+
+def test_a_share_is_of_a_filesystem_only():
+    with pytest.raises(ConfigError, match="gpu_memory is '80%'"):
+        parse_size("80%", "gpu_memory")
 
 
 @settings(max_examples=12, deadline=None)

@@ -216,7 +216,7 @@ REFUSED = [
     ),
     (["--gpu", "other"], ["--ceiling-tflops", "The table knows rtx-pro-6000"]),
     (["--gpu", "h300"], ["found `h300`", "rtx-pro-6000-max-q"]),
-    (["--gpu", "h200", "--disk", "many"], ["disk is `many`", "4TB"]),
+    (["--gpu", "h200", "--disk", "many"], ["disk is 'many'", "4TB"]),
     (["--gpu", "h200", "--gpus", "0"], ["gpus is 0", "more than 0"]),
     (["--gpu", "h200", "--lengths", "x"], ["only one of the two"]),
     (["--gpu", "h200", "--target-config", "none.json"], ["none.json does not exist"]),

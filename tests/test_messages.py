@@ -259,7 +259,7 @@ CASES = [
     (hscache, f"{PLAN} --fit produce.yaml", 2, ["`drafter.inter", "write it into produce.yaml"]),
     (hscache, "roofline afile", 2, ["afile is no result file", "`what`"]),
     (hscache, f"{PLAN} --tokens 1e6", 2, ["lengths as well", "--mean-tokens"]),
-    (hscache, f"{PLAN} --disk 4XB", 2, ["disk is `4XB`", "such as 4TB"]),
+    (hscache, f"{PLAN} --disk 4XB", 2, ["disk is '4XB'", "such as 4TB"]),
     (hscache, f"{PLAN} --measured afile", 2, ["afile is no result file", "trainer bench"]),
     # caches, drafters, checkpoints
     (hscache, "inspect none", 2, ["none/zarr.json does not exist", "--shard-dir"]),
