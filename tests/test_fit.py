@@ -1,6 +1,8 @@
 """`trainer fit` end to end on a small cache: what it leaves, and how it fails."""
 
+import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from hscache.errors import (
     ShardCorruptError,
 )
 from hscache.layout import list_shards, shard_dir, target_config_file
+from hscache.reader import open_cache
 from hscache.settings import parse, to_dict
 from trainer import cli
 from trainer.checkpoint import list_checkpoints, read_state
@@ -209,3 +212,16 @@ def test_dry_run_refuses_what_the_run_would_refuse(cache, tmp_path, capsys):
         run(fit_config(cache, tmp_path / "run"), dry_run=True)
     assert run(fit_config(cache, tmp_path / "run", resume=True), dry_run=True) == 0
     assert "would resume" in capsys.readouterr().out
+
+
+def test_dry_run_of_a_partial_run_plans_the_shards_it_will_go_on_with(cache, tmp_path, capsys):
+    folder, aside = shutil.copytree(cache, tmp_path / "cache"), tmp_path / "aside"
+    last = shard_dir(folder, open_cache(folder).plan.training_shards[-1])
+    last.rename(aside)
+    config = fit_config(folder, tmp_path / "run", allow_partial=True)
+    fit(config)
+    shards = len(open_cache(folder).plan.training_shards) - 1
+    aside.rename(last)
+    capsys.readouterr()
+    assert run(dataclasses.replace(config, resume=True), dry_run=True) == 0
+    assert f" {shards} x 2 passes" in capsys.readouterr().out

@@ -56,7 +56,7 @@ def run(config: FitConfig, *, dry_run: bool = False) -> int:
         if launch.rank == 0:
             if resumed is not None:
                 print(f"would resume {checkpoint} at step {resumed.step:,}")
-            run = plan_run(config)
+            run = plan_run(config, recorded_shards=resumed.schedule["shards"] if resumed else None)
             print(describe(run, device, launch.num_ranks))
             require_room(run, device, launch.num_ranks)
     except HscacheError as error:
