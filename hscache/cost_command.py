@@ -24,7 +24,7 @@ from hscache.cost_text import format_plan
 from hscache.errors import ConfigError
 from hscache.flops import RowFlops, TokenFlops, row_flops, target_flops
 from hscache.gpus import GPUS, TERA, Gpu
-from hscache.measured import Measured, read_measured
+from hscache.measured_rates import Measured, read_measured
 from hscache.planes import ARRAYS
 from hscache.progress import configure_logging
 from hscache.settings import read_part

@@ -14,7 +14,7 @@ from hscache.bench_target_config import BenchForwardConfig, BenchGemmConfig
 from hscache.config import TargetConfig
 from hscache.errors import ConfigError
 from hscache.forward_check import off_in_words, reference_errors, states_facts
-from hscache.measured import read_measured
+from hscache.measured_rates import read_measured
 from hscache.random_target import random_base
 from hscache.roofline import gather
 

@@ -48,7 +48,7 @@ _SLOTS = ROWS_DECODING + 2
 _COMMAND = "from trainer.row_process import main; main()"
 """Not `-m`, which would give what is sent another module's name."""
 
-_LOOK_S = 0.2
+_WANTED_S = 0.2
 """How often a reader that waits for a row looks whether it is still wanted."""
 
 
@@ -139,7 +139,7 @@ class RowProcess:
         A row's states stay as they are until `release`. Raises HscacheError if the process dies.
         """
         while True:
-            while not wait([self._connection], _LOOK_S):
+            while not wait([self._connection], _WANTED_S):
                 if not wanted():
                     return
             try:
