@@ -15,7 +15,7 @@ from trainer_cache import documents, fit_config, make_cache, metrics_of
 
 from hscache import layout
 from hscache.errors import HscacheError, ShardCorruptError
-from hscache.reader import open_cache
+from hscache.reader import Shard, open_cache
 from trainer.batches import Loader
 from trainer.checkpoint import list_checkpoints, read_state
 from trainer.config import SyncConfig
@@ -135,6 +135,20 @@ def test_only_the_documents_of_a_damaged_chunk_are_lost(tmp_path):
     with loader:
         skipped = {pair for _, end in loader.steps() for pair in end.skipped}
     assert skipped == {(0, 0), (1, 0), (0, 1), (1, 1)}
+
+
+def test_damage_in_a_later_piece_costs_its_own_document_and_no_other(folder, monkeypatch):
+    """A document is read in pieces, so a piece's number in the row is no document's place."""
+    read, bad = Shard.read_arrays, 7
+
+    def read_arrays(shard, document, out, first=0):
+        if document == bad and first:
+            raise HscacheError("damaged")
+        read(shard, document, out, first)
+
+    monkeypatch.setattr("hscache.reader._PIECE_TOKENS", 4)
+    monkeypatch.setattr(Shard, "read_arrays", read_arrays)
+    assert {d for _, end in load(folder) for d, _ in end.skipped} == {bad}
 
 
 def test_a_run_that_skips_says_so_in_metrics_checkpoint_and_at_the_end(folder, tmp_path, capsys):

@@ -82,7 +82,8 @@ class _Decoding:
     plan: RowPlan
     read: ReadRow | None = None
     """None if none of its documents can be read"""
-    pieces: Sequence[Future[None]] = ()
+    pieces: Sequence[tuple[int, Future[None]]] = ()
+    """each with its document's place in the row"""
     skipped: tuple[Skipped, ...] = ()
 
 
@@ -247,9 +248,14 @@ class RowReader:
         shard_of = [self._cache.shard(int(self._cache.plan.shards[d])) for d in plan.documents]
         clear_from(own.arrays, row.num_tokens)
         pieces = [
-            pool.submit(shard.read_arrays, document, rows_of(own.arrays, start + a, start + b), a)
-            for shard, document, start in zip(
-                shard_of, plan.documents, row.document_offsets[:-1], strict=True
+            (
+                place,
+                pool.submit(
+                    shard.read_arrays, document, rows_of(own.arrays, start + a, start + b), a
+                ),
+            )
+            for place, (shard, document, start) in enumerate(
+                zip(shard_of, plan.documents, row.document_offsets[:-1], strict=True)
             )
             for a, b in shard.pieces(document)
         ]
@@ -281,7 +287,7 @@ class RowReader:
         self._skipped += decoding.skipped
         while (read := decoding.read) is not None:
             errors = {}
-            for place, piece in enumerate(decoding.pieces):
+            for place, piece in decoding.pieces:
                 try:
                     piece.result()
                 except HscacheError as error:
