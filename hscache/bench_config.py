@@ -36,3 +36,30 @@ class BenchStoreConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected at least 1.")
         if not 0 < self.size_gb < 1e6:
             raise ConfigError(f"size_gb is {self.size_gb}; expected a size above 0, in GB.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchAllConfig:
+    """Run every bench at the sizes of a planned run: products, forward, store, training."""
+
+    folder: Path
+    """Folder for the result files, on the disk to measure; made if missing."""
+    produce: Path
+    """Config file of `hscache produce`."""
+    fit: Path
+    """Config file of `trainer fit`."""
+    shards: Path | None = None
+    """Cache to train from; without one `trainer bench` is left out."""
+    random_weights: int | None = None
+    """Seed: the target's forward runs with random weights; only its config is read."""
+    seconds: float = 5.0
+    """How long products run each time: long enough for the card to reach its power limit. Steps
+    from shards run four times as long."""
+    json: Path | None = None
+    """One file with everything: all results, roofs, causes, and what did not run."""
+    picture: Path | None = None
+    """Picture of the measured rates under their roofs: .png, .svg or .pdf."""
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0:
+            raise ConfigError(f"seconds is {self.seconds}; expected more than 0.")

@@ -2,7 +2,7 @@
 
 import sys
 
-from hscache.bench_config import BenchStoreConfig
+from hscache.bench_config import BenchAllConfig, BenchStoreConfig
 from hscache.bench_target_config import BenchForwardConfig, BenchGemmConfig
 from hscache.config import (
     ConsumersConfig,
@@ -104,6 +104,13 @@ COMMANDS = [
         config=BenchStoreConfig,
         positional="folder",
         run="hscache.bench_store:run",
+    ),
+    Command(
+        name="bench all",
+        help="run every bench, one after another: one JSON, one picture",
+        config=BenchAllConfig,
+        positional="folder",
+        run="hscache.bench_all:run",
     ),
 ]
 

@@ -12,7 +12,6 @@ import dataclasses
 import json
 import math
 import os
-from pathlib import Path
 from typing import Any
 
 from hscache import cost
@@ -21,7 +20,6 @@ from hscache.cost_config import CostConfig, PlannedFit, PlannedProduce
 from hscache.cost_corpus import describe_corpus
 from hscache.cost_memory import DrafterShape, require_memory
 from hscache.cost_text import format_plan
-from hscache.errors import ConfigError
 from hscache.flops import RowFlops, TokenFlops, row_flops, target_flops
 from hscache.gpus import GPUS, TERA, Gpu
 from hscache.measured_rates import Measured, read_measured
@@ -29,7 +27,7 @@ from hscache.planes import ARRAYS
 from hscache.progress import configure_logging
 from hscache.settings import read_part
 from hscache.sizes import parse_size
-from hscache.target_shape import TargetShape, shape_of
+from hscache.target_shape import TargetShape, load_shape
 
 DEFAULT_SHARE = 0.75
 """Of the sustained products, where nothing was measured: both sides (design.md section 1)."""
@@ -62,7 +60,7 @@ def plan(config: CostConfig) -> dict[str, Any]:
     if config.anchors_per_row is not None:
         fit = dataclasses.replace(fit, anchors_per_row=config.anchors_per_row)
     gpu = _gpu(config)
-    target = _target_shape(config, produce)
+    target = load_shape(produce.target, config.target_config)
     layers = produce.target.target_layer_ids or spaced_layer_ids(
         target.num_blocks, produce.target.num_features
     )
@@ -165,22 +163,6 @@ def _gpu(config: CostConfig) -> Gpu:
         power_w=None,
         source="no dense peak is known: the measured ceiling stands in for it",
     )
-
-
-def _target_shape(config: CostConfig, produce: PlannedProduce) -> TargetShape:
-    file = config.target_config or Path(produce.target.path) / "config.json"
-    if file.is_file():
-        try:
-            return shape_of(json.loads(file.read_text()), str(file))
-        except (OSError, ValueError, KeyError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"{file} cannot be read as a config.json: {error!r}.") from error
-    if config.target_config is not None:
-        raise ConfigError(f"target_config {file} does not exist; expected a config.json.")
-    from hscache.pretrained import load_config  # takes seconds, and may download
-
-    return shape_of(load_config(produce.target)[0].to_dict(), produce.target.path)
 
 
 def _disk(

@@ -18,6 +18,9 @@ from hscache.errors import ConfigError
 from hscache.gpus import gpu_of_device
 from hscache.reader import open_cache
 
+OTHER = "other"
+"""What `--gpu` calls every device that is not in the table, a CPU among them."""
+
 
 @dataclass(kw_only=True)
 class Measured:
@@ -68,7 +71,7 @@ def _add_file(found: Measured, path: Path, gpu: str) -> None:
         _add_store(found, path, figures)
         return
     device = machine.get("device") or machine.get("gpu") or ""
-    if gpu_of_device(device) != gpu:
+    if (gpu_of_device(device) or OTHER) != gpu:
         found.notes.append(f"{path} was measured on {device or 'another device'}: not used")
     elif what == "trainer bench":
         row, shards = figures["row"], figures["from_shards"]
@@ -122,7 +125,8 @@ def _add_cache(found: Measured, path: Path, gpu: str, *, hidden_size: int, num_b
     rates = [
         m.num_tokens / m.provenance["seconds"]
         for m in shards
-        if m.provenance.get("seconds") and gpu_of_device(m.provenance.get("device_name", "")) == gpu
+        if m.provenance.get("seconds")
+        and (gpu_of_device(m.provenance.get("device_name", "")) or OTHER) == gpu
     ]
     if rates:
         found.target_tokens_per_s = statistics.median(rates)

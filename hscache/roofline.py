@@ -10,6 +10,7 @@ that a file does not tell apart are one part. Needs matplotlib (`pip install "hs
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import io
 import json
@@ -78,16 +79,7 @@ class Roofline:
 def run(config: RooflineConfig, *, dry_run: bool = False) -> int:
     """Print the tables, write picture and JSON; a dry run only prints."""
     configure_logging()
-    if config.picture is not None and config.picture.suffix not in _FORMATS:
-        raise ConfigError(
-            f"--picture {config.picture}: found `{config.picture.suffix}`, expected a file name "
-            f"that ends in {', '.join(_FORMATS)}."
-        )
-    if config.picture is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "the picture is drawn with matplotlib, which is not installed: "
-            'pip install "hscache[plot]" (or matplotlib alone).'
-        )
+    require_drawable(config.picture)
     found = gather(config.results)
     print(describe(found))
     if dry_run:
@@ -103,10 +95,27 @@ def run(config: RooflineConfig, *, dry_run: bool = False) -> int:
     return 0
 
 
-def gather(paths: Sequence[Path]) -> Roofline:
+def require_drawable(picture: Path | None) -> None:
+    """Raise ConfigError if a picture is wanted whose format is unknown, or without matplotlib."""
+    if picture is None:
+        return
+    if picture.suffix not in _FORMATS:
+        raise ConfigError(
+            f"--picture {picture}: found `{picture.suffix}`, expected a file name that ends in "
+            f"{', '.join(_FORMATS)}."
+        )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "the picture is drawn with matplotlib, which is not installed: "
+            'pip install "hscache[plot]" (or matplotlib alone).'
+        )
+
+
+def gather(paths: Sequence[Path], *, any_device: bool = False) -> Roofline:
     """Read result files; those that say nothing of rates are left out and named.
 
-    Raises ConfigError for a file that is no result, for two kinds of GPU, and for none known.
+    With `any_device` a device without a known peak, such as a CPU, has its best sustained products
+    for one. Raises ConfigError for a file that is no result, for two kinds of GPU, and for none.
     """
     results, left_out = [], []
     keys: dict[str, str] = {}
@@ -122,6 +131,8 @@ def gather(paths: Sequence[Path]) -> Roofline:
             left_out.append(f"{path}: {what}")
             continue
         key = gpu_of_device(device)
+        if key is None and any_device:
+            key = device or "CPU"
         if key is None:
             raise ConfigError(
                 f"{path} was measured on {device or 'an unnamed device'}, whose peak is not in "
@@ -132,16 +143,27 @@ def gather(paths: Sequence[Path]) -> Roofline:
     if len(keys) != 1:
         found = "; ".join(keys.values()) or "none with a rate"
         raise ConfigError(f"expected results of one kind of GPU, found {found}.")
-    roofline = Roofline(gpu=GPUS[next(iter(keys))], left_out=left_out)
+    key = next(iter(keys))
+    roofline = Roofline(gpu=GPUS.get(key) or _unknown(key), left_out=left_out)
     for path, figures in results:
         gemm = figures.get("gemm") or figures["best"]
         if gemm["sustained_flop_per_s"] > roofline.sustained:
             roofline.sustained = gemm["sustained_flop_per_s"]
             roofline.power_w, roofline.clock_mhz = gemm.get("power_w"), gemm.get("clock_mhz")
         roofline.results.append({"file": path.name, **figures})
+    if not roofline.gpu.bf16:
+        roofline.gpu = dataclasses.replace(roofline.gpu, bf16=roofline.sustained)
     for path, figures in results:
         _READERS[figures["what"]](roofline, path.stem, figures)
     return roofline
+
+
+def _unknown(device: str) -> Gpu:
+    return Gpu(
+        name=device, bf16=0.0, fp8=None, fp4=None, sparse_bf16=None, memory_bytes=0,
+        bandwidth=None, power_w=None,
+        source="no peak is known: the best sustained products stand in for it",
+    )  # fmt: skip
 
 
 def _read_trainer(found: Roofline, name: str, figures: dict[str, Any]) -> None:
@@ -251,12 +273,12 @@ def describe(found: Roofline) -> str:
     dense = found.gpu.bf16
     power = f", at {found.power_w:,.0f} W" if found.power_w else ""
     rows: list[list[Any]] = [
-        ["dense peak", f"{dense / 1e12:,.0f}", "100%", found.gpu.source],
-        ["products, sustained", f"{found.sustained / 1e12:,.0f}",
+        ["dense peak", _tera(dense), "100%", found.gpu.source],
+        ["products, sustained", _tera(found.sustained),
          f"{found.sustained / dense:.1%}", f"measured{power}"],
     ]  # fmt: skip
     rows += [
-        [p.name, f"{p.flop_per_s / 1e12:,.0f}", f"{p.flop_per_s / dense:.1%}",
+        [p.name, _tera(p.flop_per_s), f"{p.flop_per_s / dense:.1%}",
          f"{p.flop_per_s / found.sustained:.1%} of the best sustained products"]
         for p in found.points
     ]  # fmt: skip
@@ -270,6 +292,10 @@ def describe(found: Roofline) -> str:
     if found.left_out:
         tables.append("left out: " + "; ".join(found.left_out))
     return "\n\n".join(tables)
+
+
+def _tera(rate: float) -> str:
+    return f"{rate / 1e12:,.0f}" if rate >= 1e13 else f"{rate / 1e12:.2g}"
 
 
 def draw(found: Roofline, file_format: str) -> bytes:

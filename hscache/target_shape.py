@@ -6,10 +6,13 @@ which weights, bytes and FLOPs follow.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from hscache.config import TargetConfig
 from hscache.errors import ConfigError
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -125,3 +128,23 @@ def shape_of(config: Mapping[str, Any], where: str) -> TargetShape:
         block_kinds=kinds or ("full_attention",) * text["num_hidden_layers"],
         delta_net=delta_net,
     )
+
+
+def load_shape(target: TargetConfig, file: Path | None = None) -> TargetShape:
+    """Return the shape of a target from its config.json, or from the file given instead.
+
+    Raises ConfigError if there is none. Only a target that is not in a folder here takes seconds.
+    """
+    found = file or Path(target.path) / "config.json"
+    if found.is_file():
+        try:
+            return shape_of(json.loads(found.read_text()), str(found))
+        except (OSError, ValueError, KeyError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{found} cannot be read as a config.json: {error!r}.") from error
+    if file is not None:
+        raise ConfigError(f"target_config {file} does not exist; expected a config.json.")
+    from hscache.pretrained import load_config  # takes seconds, and may download
+
+    return shape_of(load_config(target)[0].to_dict(), target.path)

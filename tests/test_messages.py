@@ -45,7 +45,8 @@ IMPORT = (
     "import --format specforge --source peer --target tiny --layer-convention block "
     "--layer-ids 1 3 --allow-pickle --shard-dir out/imported --device cpu"
 )
-PLAN = "plan --produce produce.yaml --fit fit.yaml --gpu h200"
+BOTH = "--produce produce.yaml --fit fit.yaml"
+PLAN = f"plan {BOTH} --gpu h200"
 
 
 def spoil_targets(world: Path, llama_dir: Path) -> None:
@@ -276,6 +277,9 @@ CASES = [
     (hscache, "bench store none", 2, ["none is no folder", "on the disk to measure"]),
     (hscache, "bench store . --size-gb 1e5", 2, ["needs 105000.0 GB", "free", "--size-gb"]),
     (hscache, "bench store . --cache cache", 2, ["rows of 5120 values", "larger cache"]),
+    (hscache, f"bench all out/b {BOTH} --produce flat.yaml", 2, ["flat.yaml", "`target.path`"]),
+    (hscache, f"bench all out/b {BOTH} --picture a.txt", 2, ["found `.txt`", ".svg"]),
+    (hscache, f"bench all out/b {BOTH} --seconds 0", 2, ["seconds is 0", "more than 0"]),
     (hscache, "bench tape .", 2, ["unknown command `tape`"]),
     (trainer, f"{FIT} --shards folder", 2, ["folder is no hidden-state cache"]),
     (trainer, f"{FIT} --shards cache folder", 2, ["folder is no hidden-state cache"]),

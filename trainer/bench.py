@@ -333,7 +333,7 @@ def _graphs() -> int:
 def _machine(device: torch.device) -> dict[str, Any]:
     cuda = device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(device) if cuda else platform.processor(),
+        "device": torch.cuda.get_device_name(device) if cuda else platform.processor() or "CPU",
         "hscache": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
