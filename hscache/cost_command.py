@@ -89,6 +89,9 @@ def plan(config: CostConfig) -> dict[str, Any]:
             num_tokens=fit.row_tokens,
             num_anchors=anchors,
             mean_context=lengths.mean_context,
+            num_scored=None
+            if measured.scored_per_anchor is None
+            else round(anchors * measured.scored_per_anchor),
         )
         for anchors in sorted({fit.anchors_per_row, config.fewer_anchors}, reverse=True)
     }

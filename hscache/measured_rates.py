@@ -28,6 +28,8 @@ class Measured:
 
     trainer_flop_per_s: float | None = None
     """useful FLOP/s of steps from shards"""
+    scored_per_anchor: float | None = None
+    """slots that the loss scores a block: fewer than there are where slots are sampled or masked"""
     target_flop_per_s: float | None = None
     target_tokens_per_s: float | None = None
     """of a cache's shards"""
@@ -76,6 +78,7 @@ def _add_file(found: Measured, path: Path, gpu: str) -> None:
     elif what == "trainer bench":
         row, shards = figures["row"], figures["from_shards"]
         found.trainer_flop_per_s = shards["tokens_per_s"] * row["flop"]["total"] / row["tokens"]
+        found.scored_per_anchor = row["scored_slots"] / row["anchors"]
         _add_ceiling(found, figures["gemm"])
         found.notes.append(
             f"trainer: {shards['tokens_per_s']:,.0f} tokens/s from shards, {path} ({device})"

@@ -70,6 +70,19 @@ def test_measured_rates_replace_the_defaults_on_that_gpu_only(tmp_path, capsys):
     assert "NVIDIA H200: not used" in other["notes"][0]
 
 
+def test_slots_that_the_bench_did_not_score_are_not_counted(tmp_path):
+    bench = ROOT / "tools" / "bench" / "results" / "trainer-27b-h200.json"
+    figures = json.loads(bench.read_text())
+    figures["row"]["scored_slots"] = 3 * figures["row"]["anchors"]
+    bench = tmp_path / "bench.json"
+    bench.write_text(json.dumps(figures))
+    flags = [*THE_27B, "--gpu", "h200"]
+    all_slots = plan(tmp_path, *flags)["flops"]["drafter_token"]["512"]
+    sampled = plan(tmp_path, *flags, "--measured", str(bench))["flops"]["drafter_token"]["512"]
+    assert sampled["head"] == pytest.approx(all_slots["head"] * 3 / 15)
+    assert sampled["blocks"] == all_slots["blocks"]
+
+
 def test_every_kind_of_result_is_understood(tmp_path):
     def result(name: str, what: str, **figures) -> str:
         file = tmp_path / f"{name}.json"
