@@ -161,7 +161,7 @@ CASES = [
     (hscache, f"{REGENERATE} --target no-config --dry-run", 2, ["has no config.json"]),
     (hscache, f"{REGENERATE} --max-new-tokens 999", 2, ["999", "context is 512"]),
     # a bounded cache
-    (hscache, f"{PRODUCE} --max-disk much", 2, ["max_disk is 'much'", "2TB", "80%"]),
+    (hscache, f"{PRODUCE} --max-disk much", 2, ["max_disk is 'much'", "4TB", "80%"]),
     (hscache, f"{PRODUCE} --max-disk 120%", 2, ["max_disk is '120%'", "at most 100 %"]),
     (hscache, f"{PRODUCE} --retain window", 2, ["needs max_disk and passes", "--max-disk 2TB"]),
     (hscache, f"{PRODUCE} --passes 6", 2, ["passes is 6", "only --retain window"]),
