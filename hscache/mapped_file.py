@@ -1,8 +1,9 @@
-"""A mapped file of which only what is in memory already is read: nothing can go wrong then.
+"""A mapped file of which only what is in memory already is read: the disk cannot fail then.
 
 Takes an open file and its size; hands on bytes that lie in the page cache, without the copy through
 the kernel that costs more than the bytes. For what must come from the disk it hands on None: a read
-error or a file that was cut would end the process, where pread tells of it.
+error would end the process, where pread tells of it. A file that is cut between the look at its
+size and the copy still would: nobody but a repair or a fault cuts a published shard.
 """
 
 import ctypes

@@ -152,10 +152,9 @@ PASSING = {
 @pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING.keys())
 def test_what_may_pass_is_asked_again(server, tmp_path, caplog, fault):
     server.faults = {"q2": [fault], "q5": [fault, fault]}
-    config = config_for(server, tmp_path, timeout_s=0.1 if fault == HANG else 30)
+    config = config_for(server, tmp_path, timeout_s=1.5 if fault == HANG else 30)
     tally = regenerate(config)
-    # on a busy machine 0.1 s may also be too short for an answer that comes
-    assert tally.num_retries == 3 or (fault == HANG and tally.num_retries > 3)
+    assert tally.num_retries == 3
     assert caplog.text.count("asking again (said once): ") == 1
     rows = rows_of(config.output)
     assert {row["messages"][-1]["content"] for row in rows.values()} == {
