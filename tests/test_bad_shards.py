@@ -23,8 +23,8 @@ from trainer.fit import fit
 from trainer.frozen import load_frozen, target_config
 from trainer.ranks import Ranks
 from trainer.run_plan import plan_run
-from trainer.schedule import Position
 
+CPU = torch.device("cpu")
 LENGTHS = np.random.default_rng(4).integers(8, 40, 50).tolist()
 QUARANTINED = 20
 
@@ -48,11 +48,10 @@ def flip(path, position):
 
 
 def load(folder, policy="skip", passes=1, separate=False):
-    run = plan_run(fit_config(folder, folder / "run", passes=passes, on_bad_shard=policy))
-    loader = Loader(
-        run.cache, run.schedule, rule=run.rule, row=run.row, device=torch.device("cpu"),
-        dtype=torch.float32, threads=2, start=Position(), on_bad_shard=policy, separate=separate,
-    )  # fmt: skip
+    settings = {"passes": passes, "on_bad_shard": policy, "threads": 2}
+    run = plan_run(fit_config(folder, folder / "run", **settings))
+    task = run.row_task()
+    loader = Loader(run.cache, task, device=CPU, dtype=torch.float32, separate=separate)
     with loader:
         return list(loader.steps())
 
@@ -128,10 +127,7 @@ def test_only_the_documents_of_a_damaged_chunk_are_lost(tmp_path):
     folder = make_cache(tmp_path / "c", corpus, shard_tokens=2000)
     flip(layout.shard_dir(folder, 0) / "exponent" / "c.0.0.0", 5)  # layer 0 of tokens 0 to 255
     run = plan_run(fit_config(folder, folder / "run", row_tokens=400, on_bad_shard="skip"))
-    loader = Loader(
-        run.cache, run.schedule, rule=run.rule, row=run.row, device=torch.device("cpu"),
-        dtype=torch.float32, threads=1, start=Position(), on_bad_shard="skip",
-    )  # fmt: skip
+    loader = Loader(run.cache, run.row_task(), device=CPU, dtype=torch.float32)
     with loader:
         skipped = {pair for _, end in loader.steps() for pair in end.skipped}
     assert skipped == {(0, 0), (1, 0), (0, 1), (1, 1)}

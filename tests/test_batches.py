@@ -1,6 +1,7 @@
 """Batches carry the cache's states to the right places, in the same order from any position on."""
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ from hscache.reader import open_cache
 from trainer.batches import Loader
 from trainer.rows import decayed_weights
 from trainer.run_plan import plan_run
-from trainer.schedule import Position, Schedule
 
+CPU = torch.device("cpu")
 LENGTHS = np.random.default_rng(2).integers(6, 30, 26).tolist()
 
 
@@ -26,19 +27,20 @@ def folder(tmp_path_factory):
     )
 
 
-def loader(folder, start=None, **changes):
-    settings = {k: changes.pop(k) for k in ("stride", "separate") if k in changes}
-    run = plan_run(fit_config(folder, folder / "run", **changes))
-    schedule = run.schedule
-    if "stride" in settings:
-        schedule = Schedule(
-            shards=schedule.shards, passes=schedule.passes, stride=settings["stride"]
-        )
-    return Loader(
-        run.cache, schedule, rule=run.rule, row=run.row, device=torch.device("cpu"),
-        dtype=torch.bfloat16, threads=2, start=start or Position(),
-        separate=settings.get("separate"),
-    )  # fmt: skip
+def run_of(folder, **changes):
+    return plan_run(fit_config(folder, folder / "run", threads=2, **changes))
+
+
+def loader_of(cache, task, separate=None):
+    return Loader(cache, task, device=CPU, dtype=torch.bfloat16, separate=separate)
+
+
+def loader(folder, start=None, stride=None, separate=None, **changes):
+    run = run_of(folder, **changes)
+    task = run.row_task(start)
+    if stride is not None:
+        task = replace(task, schedule=replace(task.schedule, stride=stride))
+    return loader_of(run.cache, task, separate)
 
 
 def read_all(loader):

@@ -30,8 +30,8 @@ from trainer.fit import fit
 from trainer.mixture import MixedSchedule
 from trainer.ranks import Ranks
 from trainer.run_plan import plan_run
-from trainer.schedule import Position
 
+CPU = torch.device("cpu")
 A = documents(np.random.default_rng(1).integers(8, 30, 18).tolist(), seed=1, held_out=(0, 3))
 B = documents(np.random.default_rng(2).integers(8, 30, 11).tolist(), seed=2, held_out=(1,))
 
@@ -46,11 +46,9 @@ def two(tmp_path_factory):
 
 def read(paths, separate=False, **changes):
     """The rows of a run."""
-    run = plan_run(fit_config(paths, paths[0] / "run", **changes))
-    loader = Loader(
-        run.cache, run.schedule, rule=run.rule, row=run.row, device=torch.device("cpu"),
-        dtype=torch.bfloat16, threads=2, start=Position(), separate=separate,
-    )  # fmt: skip
+    run = plan_run(fit_config(paths, paths[0] / "run", threads=2, **changes))
+    task = run.row_task()
+    loader = Loader(run.cache, task, device=CPU, dtype=torch.bfloat16, separate=separate)
     with loader:
         return run, list(loader)
 

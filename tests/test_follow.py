@@ -59,9 +59,8 @@ def follower_of(run):
 
 def loader_of(run, **changes):
     return Loader(
-        run.cache, run.schedule, rule=run.rule, row=run.row, device=torch.device("cpu"),
-        dtype=torch.float32, threads=1, start=Position(), follow=True, **changes,
-    )  # fmt: skip
+        run.cache, run.row_task(), device=torch.device("cpu"), dtype=torch.float32, **changes
+    )
 
 
 @pytest.mark.parametrize("separate", [False, True])

@@ -21,7 +21,6 @@ from trainer.frozen import load_frozen
 from trainer.held_out import evaluate_held_out, held_out_documents
 from trainer.row_loss import row_loss
 from trainer.run_plan import plan_run
-from trainer.schedule import Position
 
 CPU = torch.device("cpu")
 BLOCK, PROMPT = 4, 3
@@ -72,10 +71,7 @@ def oracle(run, frozen, scale, shift=0):
 
 
 def batches(run):
-    loader = Loader(
-        run.cache, run.schedule, rule=run.rule, row=run.row, device=CPU, dtype=torch.float32,
-        threads=1, start=Position(),
-    )  # fmt: skip
+    loader = Loader(run.cache, run.row_task(), device=CPU, dtype=torch.float32)
     with loader:
         return list(loader)
 

@@ -6,18 +6,18 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from test_batches import LENGTHS, assert_same, loader, loader_threads, read_all
+from test_batches import LENGTHS, assert_same, loader, loader_of, loader_threads, read_all, run_of
 from trainer_cache import coded_bits, documents, make_cache
 
 from hscache import layout
 from hscache.errors import HscacheError, ShardCorruptError
 from hscache.reader import open_cache
 from trainer.row_process import RowProcess
-from trainer.schedule import Share
 
 
 @pytest.fixture(scope="module")
@@ -136,11 +136,8 @@ def _command(process):
 
 
 def test_the_memory_of_a_row_waits_for_its_release(folder):
-    source = loader(folder, passes=5)
-    with RowProcess(
-        source._cache, source._schedule, rule=source._rule, row=source._row, threads=2,
-        start=source._start, share=Share(),
-    ) as process:  # fmt: skip
+    run = run_of(folder, passes=5)
+    with RowProcess(run.cache, run.row_task()) as process:
         parts = (read for read, _ in process.parts() if read is not None)
         held = [next(parts)]
         before = {name: array.copy() for name, array in held[0].space.arrays.items()}
@@ -153,19 +150,18 @@ def test_the_memory_of_a_row_waits_for_its_release(folder):
 
 
 def following(folder, cache):
-    """A run over a copy of a cache that lacks its last shard; and that shard's folder."""
+    """What reads a copy of a cache that lacks its last shard; and that shard's folder."""
     shutil.copytree(folder, cache)
     shard = layout.shard_dir(cache, layout.list_shards(cache)[-1])
     shard.rename(cache.parent / "not-yet")
-    source = loader(folder, passes=2, separate=True)
-    source._cache, source._follow = open_cache(cache), True
-    return source, shard
+    task = replace(run_of(folder, passes=2).row_task(), follow=True)
+    return open_cache(cache), task, shard
 
 
 def test_it_waits_for_a_shard_that_is_missing(folder, tmp_path):
-    source, shard = following(folder, tmp_path / "cache")
+    cache, task, shard = following(folder, tmp_path / "cache")
     found = []
-    with source:
+    with loader_of(cache, task, separate=True) as source:
         for step in source.steps(patience_s=0.05):
             if step is not None:
                 found += step[0]
@@ -177,12 +173,9 @@ def test_it_waits_for_a_shard_that_is_missing(folder, tmp_path):
 
 
 def test_a_process_that_waits_for_a_shard_ends_when_training_is_gone(folder, tmp_path):
-    source, _ = following(folder, tmp_path / "cache")
+    cache, task, _ = following(folder, tmp_path / "cache")
     looks = []
-    with RowProcess(
-        source._cache, source._schedule, rule=source._rule, row=source._row, threads=2,
-        start=source._start, share=Share(), follow=True,
-    ) as process:  # fmt: skip
+    with RowProcess(cache, task) as process:
 
         def wanted():
             looks.append(1)  # one more look without a row
@@ -202,8 +195,6 @@ def test_what_it_warns_of_is_logged_here(tmp_path, caplog):
     data = bytearray(path.read_bytes())
     data[100] ^= 1
     path.write_bytes(data)
-    source = loader(folder, separate=True)
-    source._on_bad_shard = "skip"
-    read_all(source)
+    read_all(loader(folder, separate=True, on_bad_shard="skip"))
     assert "skipping documents" in caplog.text
     assert str(path) in caplog.text

@@ -24,7 +24,6 @@ from trainer.fit import fit
 from trainer.frozen import load_frozen
 from trainer.row_loss import row_loss, teacher_hidden
 from trainer.run_plan import plan_run
-from trainer.schedule import Position
 from trainer.training import start_training
 
 CPU = torch.device("cpu")
@@ -90,10 +89,7 @@ def test_each_slot_is_taught_by_the_position_before_it(made, tmp_path):
     )
     run = plan_run(config)
     frozen = load_frozen(run.cache).to(CPU, torch.float32)
-    loader = Loader(
-        run.cache, run.schedule, rule=run.rule, row=run.row, device=CPU, dtype=torch.float32,
-        threads=1, start=Position(),
-    )  # fmt: skip
+    loader = Loader(run.cache, run.row_task(), device=CPU, dtype=torch.float32)
     num_predicted, num_slots = SHAPE.block_size - 1, 0
     with loader:
         for batch in loader:
@@ -178,10 +174,7 @@ def test_a_document_with_a_bad_last_state_is_a_bad_document(tmp_path):
 def test_row_loss_is_the_weighted_divergence_of_all_scored_slots(invented, tmp_path):
     run = plan_run(fit_config(invented, tmp_path, loss={"labels": "soft"}))
     training = start_training(run, CPU)
-    loader = Loader(
-        run.cache, run.schedule, rule=run.rule, row=run.row, device=CPU, dtype=torch.float32,
-        threads=1, start=Position(),
-    )  # fmt: skip
+    loader = Loader(run.cache, run.row_task(), device=CPU, dtype=torch.float32)
     with loader:
         batch = next(iter(loader))
     found, _ = row_loss(training.drafter, training.frozen, batch, chunk_size=7)

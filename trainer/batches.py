@@ -1,6 +1,6 @@
 """Batches from shards: the next rows are read and decoded while training works on this one.
 
-Takes a cache and a schedule; hands on `Batch`es in a fixed order with the position after each. A
+Takes a cache and a `RowTask`; hands on `Batch`es in a fixed order with the position after each. A
 bounded queue keeps a few rows ahead; `wait_s` counts how long training stood still for data. For a
 GPU a process decodes into pinned memory, from where planes are copied on a stream of their own and
 merged on the device.
@@ -25,11 +25,10 @@ import torch
 
 from hscache.errors import HscacheError
 from hscache.reader import Cache
-from trainer.bad_shards import OnBadShard
 from trainer.row_process import RowProcess
-from trainer.row_reader import LOOK_S, ReadRow, RowReader, RowSettings, RowSpace, StepEnd
+from trainer.row_reader import LOOK_S, ReadRow, RowReader, RowSpace, RowTask, StepEnd
 from trainer.rows import Row
-from trainer.schedule import AnchorRule, Position, Schedule, Share
+from trainer.schedule import Position
 from trainer.state_arrays import row_arrays, rows_of, stored_shapes
 from trainer.states import merge_last_hidden, merge_planes
 
@@ -70,28 +69,18 @@ class Loader:
     def __init__(
         self,
         cache: Cache,
-        schedule: Schedule,
+        task: RowTask,
         *,
-        rule: AnchorRule,
-        row: RowSettings,
         device: torch.device,
         dtype: torch.dtype,
-        threads: int,
-        start: Position,
-        share: Share | None = None,
         separate: bool | None = None,
-        on_bad_shard: OnBadShard = "stop",
-        follow: bool = False,
     ) -> None:
-        """`separate` has rows read by a process of their own; if not given, beside a GPU.
+        """States come as `dtype` on `device`.
 
-        With `follow` shards that are missing are waited for.
+        `separate` has rows read by a process of their own; if not given, beside a GPU.
         """
-        self._cache, self._schedule = cache, schedule
-        self._rule, self._row, self._start = rule, row, start
-        self._share, self._threads, self._follow = share or Share(), threads, follow
+        self._cache, self._task = cache, task
         self._device, self._dtype = device, dtype
-        self._on_bad_shard: OnBadShard = on_bad_shard
         self._separate = device.type == "cuda" if separate is None else separate
         self._queue: queue.Queue[
             tuple[Batch | None, StepEnd | None, torch.cuda.Event | None] | BaseException | None
@@ -166,19 +155,8 @@ class Loader:
         if self._separate:
             yield from self._parts_of_process()
             return
-        shapes = stored_shapes(self._cache, last_hidden=self._row.soft_labels)
-        reader = RowReader(
-            self._cache,
-            self._schedule,
-            rule=self._rule,
-            row=self._row,
-            threads=self._threads,
-            start=self._start,
-            share=self._share,
-            static=self._device.type == "cuda",
-            on_bad_shard=self._on_bad_shard,
-            follow=self._follow,
-        )
+        shapes = stored_shapes(self._cache, last_hidden=self._task.row.soft_labels)
+        reader = RowReader(self._cache, self._task, static=self._device.type == "cuda")
         for read, end in reader.parts(
             lambda n: RowSpace(arrays=row_arrays(shapes, n)),
             lambda: not self._stopped.wait(LOOK_S),
@@ -187,17 +165,7 @@ class Loader:
 
     def _parts_of_process(self) -> Iterator[tuple[Batch | None, StepEnd | None]]:
         with (
-            RowProcess(
-                self._cache,
-                self._schedule,
-                rule=self._rule,
-                row=self._row,
-                threads=self._threads,
-                start=self._start,
-                share=self._share,
-                on_bad_shard=self._on_bad_shard,
-                follow=self._follow,
-            ) as process,
+            RowProcess(self._cache, self._task) as process,
             _pinned(process.memory, self._device),
         ):
             for read, end in process.parts(lambda: not self._stopped.is_set()):
@@ -217,7 +185,7 @@ class Loader:
             arrays = {name: array.copy() for name, array in arrays.items()}
         features_SF = merge_planes(arrays, codec, self._device).to(self._dtype)
         last_hidden_SH = (
-            merge_last_hidden(arrays, codec, self._device) if self._row.soft_labels else None
+            merge_last_hidden(arrays, codec, self._device) if self._task.row.soft_labels else None
         )
         return to_batch(read.row, features_SF, read.position, self._device, last_hidden_SH)
 

@@ -33,7 +33,6 @@ from hscache.settings import to_dict
 from trainer.batches import Batch, Loader
 from trainer.config import BenchConfig, DrafterConfig
 from trainer.run_plan import RunPlan, plan_run
-from trainer.schedule import Position
 from trainer.state_arrays import arrays_in, row_bytes, stored_shapes
 from trainer.states import merge_last_hidden, merge_planes
 from trainer.training import Training, start_training
@@ -247,16 +246,7 @@ def _rows(run: RunPlan, device: torch.device) -> Iterator[Batch]:
 
 
 def _loader(run: RunPlan, device: torch.device) -> Loader:
-    return Loader(
-        run.cache,
-        run.schedule,
-        rule=run.rule,
-        row=run.row,
-        device=device,
-        dtype=DTYPES[run.config.dtype],
-        threads=run.config.threads,
-        start=Position(),
-    )
+    return Loader(run.cache, run.row_task(), device=device, dtype=DTYPES[run.config.dtype])
 
 
 def _groups(loader: Loader, size: int) -> Iterator[list[Batch]]:

@@ -60,21 +60,11 @@ def train(run: RunPlan, training: Training, device: torch.device, saved: Path | 
     checkpoint when SIGTERM or Ctrl-C came to any, HscacheError when the loss is no longer finite.
     """
     config, ranks = run.config, training.ranks
-    loader = Loader(
-        run.cache,
-        run.schedule,
-        rule=run.rule,
-        row=run.row,
-        device=device,
-        dtype=DTYPES[config.dtype],
-        threads=config.threads,
-        start=training.position,
-        share=Share(
-            rank=ranks.rank, num_ranks=ranks.num_ranks, rows_per_step=config.global_batch_rows
-        ),
-        on_bad_shard=config.on_bad_shard,
-        follow=config.follow,
+    share = Share(
+        rank=ranks.rank, num_ranks=ranks.num_ranks, rows_per_step=config.global_batch_rows
     )
+    task = run.row_task(training.position, share)
+    loader = Loader(run.cache, task, device=device, dtype=DTYPES[config.dtype])
     progress = Progress(
         run.total_tokens,
         unit="tokens",

@@ -21,25 +21,23 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from types import TracebackType
 
 from hscache.errors import HscacheError
 from hscache.planes import Codec
 from hscache.reader import Cache
-from trainer.bad_shards import OnBadShard
 from trainer.cache_set import open_caches, paths_of
 from trainer.row_reader import (
     LOOK_S,
     ROWS_DECODING,
     ReadRow,
     RowReader,
-    RowSettings,
     RowSpace,
+    RowTask,
     StepEnd,
 )
 from trainer.rows import Row
-from trainer.schedule import AnchorRule, Position, Schedule, Share
+from trainer.schedule import Position
 from trainer.state_arrays import Shapes, arrays_in, row_bytes, stored_shapes
 
 _SLOTS = ROWS_DECODING + 2
@@ -53,19 +51,6 @@ _WANTED_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Task:
-    caches: tuple[Path, ...]
-    schedule: Schedule
-    rule: AnchorRule
-    row: RowSettings
-    threads: int
-    start: Position
-    share: Share
-    on_bad_shard: OnBadShard
-    follow: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class _SentRow:
     row: Row
     slot: int
@@ -76,23 +61,8 @@ class _SentRow:
 class RowProcess:
     """A context manager that starts and ends the process."""
 
-    def __init__(
-        self,
-        cache: Cache,
-        schedule: Schedule,
-        *,
-        rule: AnchorRule,
-        row: RowSettings,
-        threads: int,
-        start: Position,
-        share: Share,
-        on_bad_shard: OnBadShard = "stop",
-        follow: bool = False,
-    ) -> None:
-        self._task = _Task(
-            caches=paths_of(cache), schedule=schedule, rule=rule, row=row, threads=threads,
-            start=start, share=share, on_bad_shard=on_bad_shard, follow=follow,
-        )  # fmt: skip
+    def __init__(self, cache: Cache, task: RowTask) -> None:
+        row = task.row
         self._shapes = stored_shapes(cache, last_hidden=row.soft_labels)
         self.slot_bytes = row_bytes(self._shapes, row.row_tokens)
         file = os.memfd_create("rows")  # not /dev/shm, which containers make small
@@ -101,9 +71,10 @@ class RowProcess:
             self.memory = mmap.mmap(file, _SLOTS * self.slot_bytes)
             """all slots, one after another; for pinning"""
             self._start(file)
+            self._connection.send((paths_of(cache), task))
         finally:
             os.close(file)
-        self._slots = _slots(self.memory, self._shapes, self._task.row.row_tokens)
+        self._slots = _slots(self.memory, self._shapes, row.row_tokens)
 
     def _start(self, file: int) -> None:
         ours, theirs = socket.socketpair()
@@ -116,7 +87,6 @@ class RowProcess:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
             )
         self._connection = Connection(ours.detach())
-        self._connection.send(self._task)
 
     def __enter__(self) -> RowProcess:
         return self
@@ -187,8 +157,8 @@ def _slots(memory: mmap.mmap, shapes: Shapes, row_tokens: int) -> list[RowSpace]
 
 def serve(connection: Connection, file: int) -> None:
     """Read rows for the process at the other end until it is gone; raises EOFError then."""
-    task: _Task = connection.recv()
-    cache = open_caches(task.caches)
+    paths, task = connection.recv()
+    cache = open_caches(paths)
     shapes = stored_shapes(cache, last_hidden=task.row.soft_labels)
     size = _SLOTS * row_bytes(shapes, task.row.row_tokens)
     free = _slots(mmap.mmap(file, size), shapes, task.row.row_tokens)
@@ -200,18 +170,7 @@ def serve(connection: Connection, file: int) -> None:
             free.append(slots[connection.recv()])
         return free.pop()
 
-    reader = RowReader(
-        cache,
-        task.schedule,
-        rule=task.rule,
-        row=task.row,
-        threads=task.threads,
-        start=task.start,
-        share=task.share,
-        static=True,
-        on_bad_shard=task.on_bad_shard,
-        follow=task.follow,
-    )
+    reader = RowReader(cache, task, static=True)
 
     def idle() -> bool:
         if connection.poll(LOOK_S):  # also when the other end is gone

@@ -58,6 +58,24 @@ class RowSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RowTask:
+    """Which rows of a cache to read, in which order, and how."""
+
+    schedule: Schedule
+    rule: AnchorRule
+    row: RowSettings
+    start: Position
+    """where the run is: the rows before are not read"""
+    share: Share
+    """this rank's rows"""
+    threads: int
+    """that decode"""
+    on_bad_shard: OnBadShard = "stop"
+    follow: bool = False
+    """shards may be missing yet, and are waited for"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RowSpace:
     """Host memory for the states of a row: stored arrays [tokens, ...], decoded."""
 
@@ -90,31 +108,14 @@ class _Decoding:
 class RowReader:
     """Read this rank's rows of a run from a position on."""
 
-    def __init__(
-        self,
-        cache: Cache,
-        schedule: Schedule,
-        *,
-        rule: AnchorRule,
-        row: RowSettings,
-        threads: int,
-        start: Position,
-        share: Share,
-        static: bool,
-        on_bad_shard: OnBadShard = "stop",
-        follow: bool = False,
-    ) -> None:
-        """`static` gives all rows the memory of a full one, cleared behind the last token.
-
-        With `follow` shards may be missing yet, and are waited for.
-        """
-        self._bad = BadShards(cache, on_bad_shard)
+    def __init__(self, cache: Cache, task: RowTask, *, static: bool) -> None:
+        """`static` gives all rows the memory of a full one, cleared behind the last token."""
+        self._cache, self._task, self._static = cache, task, static
+        self._row = task.row
+        self._ahead = frozenset(task.start.ahead)
+        self._bad = BadShards(cache, task.on_bad_shard)
         self._skipped: list[Skipped] = []
         self._spare: list[RowSpace] = []
-        self._cache, self._schedule = cache, schedule
-        self._rule, self._row, self._start = rule, row, start
-        self._share, self._ahead = share, frozenset(start.ahead)
-        self._threads, self._static, self._follow = threads, static, follow
 
     def parts(
         self, space: Callable[[int], RowSpace], idle: Callable[[], bool] = lambda: True
@@ -128,7 +129,7 @@ class RowReader:
         row comes without them, and the end of its step names them.
         """
         coming: deque[_Decoding | StepEnd] = deque()
-        with ThreadPoolExecutor(self._threads) as pool:
+        with ThreadPoolExecutor(self._task.threads) as pool:
             for part in self._own_rows(idle):
                 if part is None:  # what is here must not wait for what may be long in coming
                     while coming:
@@ -152,7 +153,7 @@ class RowReader:
 
         None comes before a wait.
         """
-        position, num_tokens, num_anchors = self._start, 0, 0
+        position, num_tokens, num_anchors = self._task.start, 0, 0
 
         def end() -> StepEnd:
             return StepEnd(position=position, num_tokens=num_tokens, num_anchors=num_anchors)
@@ -164,11 +165,11 @@ class RowReader:
             plan, position = planned
             number = position.rows - 1
             if number not in self._ahead:
-                if self._share.takes(number):
+                if self._task.share.takes(number):
                     yield plan, position
                 num_tokens += int(self._cache.plan.lengths[list(plan.documents)].sum())
                 num_anchors += sum(len(anchors_A) for anchors_A in plan.anchors)
-            if num_tokens and self._share.ends_step(number):
+            if num_tokens and self._task.share.ends_step(number):
                 yield end()
                 num_tokens = num_anchors = 0
         if num_tokens:
@@ -176,12 +177,12 @@ class RowReader:
 
     def _rows(self, idle: Callable[[], bool]) -> Iterator[tuple[RowPlan, Position] | None]:
         """Yield every row that is left, and the position after it; None before a wait."""
-        start = self._start
-        for tick in range(start.tick, self._schedule.num_ticks):
+        task, start = self._task, self._task.start
+        for tick in range(start.tick, task.schedule.num_ticks):
             if start.tick < tick:  # the tick before had no rows
                 start = Position(rows=start.rows, tick=tick)
-            visits = self._schedule.visits(tick)
-            if self._follow:
+            visits = task.schedule.visits(tick)
+            if task.follow:
                 # Those of earlier ticks may be freed, and open files would keep their disk.
                 self._cache.release_shards()
                 missing = {v.shard for v in visits if not self._cache.is_published(v.shard)}
@@ -194,7 +195,7 @@ class RowReader:
             rows = tick_rows(
                 self._cache.plan,
                 visits,
-                self._rule,
+                task.rule,
                 tick=tick,
                 row_tokens=self._row.row_tokens,
                 skip=frozenset().union(*quarantined),
@@ -310,7 +311,7 @@ class RowReader:
             sample_slots(
                 weights_K,
                 len(anchors_A),
-                seed=self._rule.seed,
+                seed=self._task.rule.seed,
                 pass_index=pass_index,
                 document_id=document,
             )

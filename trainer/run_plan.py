@@ -21,7 +21,6 @@ from hscache.window import visit_stride
 from trainer.anchors import coverage, valid_anchors
 from trainer.attention import training_backend
 from trainer.bad_shards import manifest_or_none
-from trainer.batches import RowSettings
 from trainer.cache_set import CacheSet, folder_of, in_turns, open_caches
 from trainer.checkpoint import checkpoint_bytes
 from trainer.config import DrafterConfig, FitConfig, LossConfig, num_parameters
@@ -29,8 +28,9 @@ from trainer.frozen import drafter_config, head_is_tied
 from trainer.held_out import choose_documents
 from trainer.memory import RunMemory, describe_memory, predict_memory, require_gpu_memory
 from trainer.mixture import MixedSchedule, describe_mixture, mixed_rule, mixed_tokens
+from trainer.row_reader import RowSettings, RowTask
 from trainer.rows import decayed_weights
-from trainer.schedule import AnchorRule, Schedule, anchor_rule, expected_tokens
+from trainer.schedule import AnchorRule, Position, Schedule, Share, anchor_rule, expected_tokens
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,19 @@ class RunPlan:
     """expected scorings of a supervised token in a pass"""
     held_out: tuple[Document, ...] = ()
     """documents to look at while training; none without `eval_every_tokens`"""
+
+    def row_task(self, start: Position | None = None, share: Share | None = None) -> RowTask:
+        """Return what a reader takes: all rows of this run, or a rank's share from `start` on."""
+        return RowTask(
+            schedule=self.schedule,
+            rule=self.rule,
+            row=self.row,
+            start=start or Position(),
+            share=share or Share(),
+            threads=self.config.threads,
+            on_bad_shard=self.config.on_bad_shard,
+            follow=self.config.follow,
+        )
 
 
 def plan_run(config: FitConfig, *, recorded_shards: Collection[int] | None = None) -> RunPlan:

@@ -12,7 +12,6 @@ from trainer.checkpoint import load_drafter
 from trainer.fit import fit
 from trainer.row_loss import row_loss
 from trainer.run_plan import plan_run
-from trainer.schedule import Position
 from trainer.training import start_training
 
 pytestmark = [
@@ -31,10 +30,7 @@ def folder(tmp_path_factory):
 def loss_and_gradients(folder, device, attention):
     run = plan_run(fit_config(folder, folder / "unused", attention=attention))
     training = start_training(run, device)
-    loader = Loader(
-        run.cache, run.schedule, rule=run.rule, row=run.row, device=device,
-        dtype=torch.float32, threads=1, start=Position(),
-    )  # fmt: skip
+    loader = Loader(run.cache, run.row_task(), device=device, dtype=torch.float32)
     total = torch.zeros((), device=device)
     with loader:
         for batch in loader:
@@ -70,10 +66,7 @@ def test_a_step_never_waits_for_the_gpu_and_compiles_nothing_new(folder):
     config = fit_config(folder, folder / "unused", dtype="bfloat16")
     run = plan_run(config)
     training = start_training(run, CUDA)
-    loader = Loader(
-        run.cache, run.schedule, rule=run.rule, row=run.row, device=CUDA,
-        dtype=torch.bfloat16, threads=1, start=Position(),
-    )  # fmt: skip
+    loader = Loader(run.cache, run.row_task(), device=CUDA, dtype=torch.bfloat16)
     with loader:
         batches = list(loader)
     assert len({len(batch.labels_M) for batch in batches}) > 1

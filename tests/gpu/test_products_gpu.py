@@ -7,7 +7,6 @@ from trainer_cache import documents, fit_config, make_cache
 from trainer.batches import Loader
 from trainer.products import add_product
 from trainer.run_plan import plan_run
-from trainer.schedule import Position
 from trainer.training import start_training
 
 pytestmark = [
@@ -32,10 +31,7 @@ def gradients(folder, device, dtype):
     """Of all rows of a pass, accumulated over micro-batches, by name."""
     run = plan_run(fit_config(folder, folder / "unused", dtype=dtype))
     training = start_training(run, device)
-    loader = Loader(
-        run.cache, run.schedule, rule=run.rule, row=run.row, device=device,
-        dtype=getattr(torch, dtype), threads=1, start=Position(),
-    )  # fmt: skip
+    loader = Loader(run.cache, run.row_task(), device=device, dtype=getattr(torch, dtype))
     with loader:
         training._accumulate(list(loader))
     return {name: master.grad.cpu() for name, master in training.masters.by_name.items()}

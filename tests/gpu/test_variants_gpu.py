@@ -14,7 +14,6 @@ from trainer.batches import Loader
 from trainer.loss import fused_divergence
 from trainer.row_loss import row_loss
 from trainer.run_plan import plan_run
-from trainer.schedule import Position
 from trainer.training import start_training
 
 pytestmark = [
@@ -49,10 +48,7 @@ def folder(tmp_path_factory):
 def loss_and_gradients(folder, device, **settings):
     run = plan_run(fit_config(folder, folder / "unused", **settings))
     training = start_training(run, device)
-    loader = Loader(
-        run.cache, run.schedule, rule=run.rule, row=run.row, device=device,
-        dtype=torch.float32, threads=1, start=Position(),
-    )  # fmt: skip
+    loader = Loader(run.cache, run.row_task(), device=device, dtype=torch.float32)
     total = torch.zeros((), device=device)
     graphs = []
     with loader:
@@ -84,10 +80,7 @@ def test_rows_are_never_waited_for(folder):
     """Masks of both kinds, D-PACE and teachers are made without a look at the device."""
     run = plan_run(fit_config(folder, folder / "unused", drafter=SLIDING, loss={"labels": "soft"}))
     training = start_training(run, CUDA)
-    loader = Loader(
-        run.cache, run.schedule, rule=run.rule, row=run.row, device=CUDA,
-        dtype=torch.float32, threads=1, start=Position(),
-    )  # fmt: skip
+    loader = Loader(run.cache, run.row_task(), device=CUDA, dtype=torch.float32)
     with loader:
         batches = list(itertools.islice(loader, 2))
     plain = [without_teacher(batch) for batch in batches]
