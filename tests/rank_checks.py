@@ -24,9 +24,10 @@ from trainer.masters import Masters
 from trainer.row_reader import RowReader, StepEnd
 from trainer.rows import RowDocument, build_row, decayed_weights
 from trainer.run_plan import plan_run
+from trainer.run_state import resume_training
 from trainer.schedule import Position
 from trainer.sync import OuterStep, average_
-from trainer.training import Training, resume_training
+from trainer.training import Training
 
 CPU = torch.device("cpu")
 

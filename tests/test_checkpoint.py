@@ -32,7 +32,7 @@ from trainer.frozen import load_frozen, target_config
 from trainer.optim import make_optimizers
 from trainer.proposer import DrafterProposer
 from trainer.run_plan import plan_run
-from trainer.training import start_training, training_state
+from trainer.run_state import start_training, training_state
 
 FILES = ["config.json", "model.safetensors", "trainer_state.json", "training.safetensors"]
 

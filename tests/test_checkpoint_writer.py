@@ -20,7 +20,8 @@ from trainer.checkpoint_writer import (
 from trainer.fit import fit
 from trainer.ranks import Ranks
 from trainer.run_plan import plan_run
-from trainer.training import Training, save_training, start_training
+from trainer.run_state import save_training, start_training
+from trainer.training import Training
 
 
 def test_a_job_runs_beside_and_is_finished_when_the_context_ends():
@@ -128,7 +129,7 @@ def test_rank_0_tells_the_others_when_the_disk_is_full(pair, tmp_path, monkeypat
     folder = make_cache(tmp_path / "cache", documents([30] * 12))
     run = plan_run(fit_config(folder, tmp_path / "run"))
     training = start_training(run, torch.device("cpu"), pair[0])
-    monkeypatch.setattr("trainer.training.write_checkpoint", lambda *a, **k: fail())
+    monkeypatch.setattr("trainer.run_state.write_checkpoint", lambda *a, **k: fail())
     with pytest.raises(DiskFullError), CheckpointWriter() as writer:
         save_training(run, training, writer)
     with pytest.raises(HscacheError, match="rank 0 could not write the checkpoint: disk full"):

@@ -33,7 +33,7 @@ from trainer.export import run
 from trainer.fit import fit
 from trainer.frozen import load_frozen
 from trainer.run_plan import plan_run
-from trainer.training import start_training
+from trainer.run_state import start_training
 
 FIVE = DrafterConfig(
     **{**SHAPE, "num_hidden_layers": 5}, hidden_size=HIDDEN, rms_norm_eps=1e-5, rope_theta=1e4,

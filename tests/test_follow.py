@@ -124,7 +124,7 @@ def test_a_checkpoint_is_acknowledged_only_once_it_is_durable(tmp_path, monkeypa
     folder = windowed(tmp_path / "c")
     config = config_of(folder)
     monkeypatch.setattr(
-        "trainer.training.write_checkpoint",
+        "trainer.run_state.write_checkpoint",
         lambda *_, **__: (_ for _ in ()).throw(HscacheError("no room")),
     )
     with pytest.raises(HscacheError, match="no room"):

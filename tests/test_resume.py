@@ -199,7 +199,7 @@ def test_other_settings_are_refused_with_a_diff(cache, straight, changes, named)
 
 def test_rows_that_were_dealt_in_another_way_are_refused(cache, straight, monkeypatch):
     """A checkpoint counts rows; under another packing the rest would not be the rest."""
-    monkeypatch.setattr("trainer.training.PACKING", "in the order given")
+    monkeypatch.setattr("trainer.run_state.PACKING", "in the order given")
     with pytest.raises(CacheMismatchError, match=r"schedule.packing: .* 'largest first'"):
         fit(config_of(cache, straight["adamw"], resume=True))
 

@@ -24,7 +24,7 @@ from trainer.fit import fit
 from trainer.frozen import load_frozen
 from trainer.row_loss import row_loss, teacher_hidden
 from trainer.run_plan import plan_run
-from trainer.training import start_training
+from trainer.run_state import start_training
 
 CPU = torch.device("cpu")
 SHAPE = DrafterShape(

@@ -22,8 +22,9 @@ from trainer.fit import fit
 from trainer.row_loss import row_hidden, row_loss
 from trainer.rows import RowDocument, build_row, decayed_weights
 from trainer.run_plan import plan_run
+from trainer.run_state import start_training, training_state
 from trainer.schedule import Position
-from trainer.training import Training, start_training, training_state
+from trainer.training import Training
 
 LENGTHS = (9, 30, 17, 24)  # unequal weights, so that a mean of means differs
 

@@ -33,9 +33,10 @@ from hscache.settings import to_dict
 from trainer.batches import Batch, Loader
 from trainer.config import BenchConfig, DrafterConfig
 from trainer.run_plan import RunPlan, plan_run
+from trainer.run_state import start_training
 from trainer.state_arrays import arrays_in, row_bytes, stored_shapes
 from trainer.states import merge_last_hidden, merge_planes
-from trainer.training import Training, start_training
+from trainer.training import Training
 
 log = logging.getLogger(__name__)
 

@@ -36,7 +36,8 @@ from trainer.follow import require_unseen_kept, require_window, wait_for_cache
 from trainer.loop import train
 from trainer.ranks import RankLostError, Ranks, connected, launch_of
 from trainer.run_plan import RunPlan, checkpoint_size, describe, plan_run, require_room
-from trainer.training import Training, resume_training, start_training, training_state
+from trainer.run_state import resume_training, start_training, training_state
+from trainer.training import Training
 
 log = logging.getLogger(__name__)
 

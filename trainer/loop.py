@@ -31,8 +31,9 @@ from trainer.checkpoint_writer import CheckpointWriter
 from trainer.follow import PATIENCE_S, Follower
 from trainer.metrics import MetricsLog, Window
 from trainer.run_plan import RunPlan
+from trainer.run_state import save_training
 from trainer.schedule import Share
-from trainer.training import Training, save_training
+from trainer.training import Training
 from trainer.watch import HeldOutWatch
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from trainer.checkpoint import load_drafter
 from trainer.fit import fit
 from trainer.row_loss import row_loss
 from trainer.run_plan import plan_run
-from trainer.training import start_training
+from trainer.run_state import start_training
 
 pytestmark = [
     pytest.mark.gpu,

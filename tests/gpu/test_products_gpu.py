@@ -7,7 +7,7 @@ from trainer_cache import documents, fit_config, make_cache
 from trainer.batches import Loader
 from trainer.products import add_product
 from trainer.run_plan import plan_run
-from trainer.training import start_training
+from trainer.run_state import start_training
 
 pytestmark = [
     pytest.mark.gpu,

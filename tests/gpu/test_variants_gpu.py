@@ -14,7 +14,7 @@ from trainer.batches import Loader
 from trainer.loss import fused_divergence
 from trainer.row_loss import row_loss
 from trainer.run_plan import plan_run
-from trainer.training import start_training
+from trainer.run_state import start_training
 
 pytestmark = [
     pytest.mark.gpu,
