@@ -18,7 +18,6 @@ from hscache.zarr_array import canonical_json, checksum_hex
 from trainer.checkpoint import (
     checkpoint_bytes,
     list_checkpoints,
-    load_drafter,
     read_state,
     resolve_checkpoint,
     take_snapshot,
@@ -27,6 +26,7 @@ from trainer.checkpoint import (
 from trainer.config import OptimConfig, num_parameters
 from trainer.decode import speculative_decode
 from trainer.drafter import lay_out_blocks
+from trainer.drafter_folder import load_drafter
 from trainer.fit import fit
 from trainer.frozen import load_frozen, target_config
 from trainer.optim import make_optimizers

@@ -10,13 +10,14 @@ from trainer_cache import documents, fit_config, make_cache
 
 from hscache.errors import DiskFullError, HscacheError
 from trainer import checkpoint
-from trainer.checkpoint import list_checkpoints, load_drafter, read_state
+from trainer.checkpoint import list_checkpoints, read_state
 from trainer.checkpoint_writer import (
     CheckpointWriter,
     cancel_moments,
     gather_moments,
     write_moments,
 )
+from trainer.drafter_folder import load_drafter
 from trainer.fit import fit
 from trainer.ranks import Ranks
 from trainer.run_plan import plan_run

@@ -10,9 +10,9 @@ from trainer_cache import documents, fit_config, make_cache
 from hscache.reader import TorchDocument, open_cache
 from trainer.acceptance import Acceptance
 from trainer.anchors import valid_anchors
-from trainer.checkpoint import load_drafter
 from trainer.decode import speculative_decode
 from trainer.drafter import Drafter
+from trainer.drafter_folder import load_drafter
 from trainer.estimate import estimate_acceptance
 from trainer.frozen import load_frozen
 from trainer.proposer import DrafterProposer

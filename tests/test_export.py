@@ -25,9 +25,9 @@ from trainer_cache import (
 
 from hscache.errors import CacheMismatchError, ConfigError, DiskFullError, HscacheError
 from hscache.reader import open_cache
-from trainer.checkpoint import load_drafter
 from trainer.config import DrafterConfig, ExportConfig
 from trainer.drafter import Drafter, lay_out_blocks
+from trainer.drafter_folder import load_drafter
 from trainer.drafter_json import drafter_json
 from trainer.export import run
 from trainer.fit import fit

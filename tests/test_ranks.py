@@ -16,8 +16,9 @@ from trainer_cache import documents, fit_config, make_cache
 
 from hscache.errors import ConfigError
 from hscache.settings import to_dict
-from trainer.checkpoint import list_checkpoints, load_drafter, read_state
+from trainer.checkpoint import list_checkpoints, read_state
 from trainer.config import SyncConfig
+from trainer.drafter_folder import load_drafter
 from trainer.fit import _plan_alike, fit
 from trainer.ranks import Launch, RankLostError, Ranks, buckets, launch_of
 

@@ -16,8 +16,8 @@ from trainer_cache import (
 
 from hscache.errors import CacheMismatchError
 from trainer.batches import to_batch
-from trainer.checkpoint import load_drafter
 from trainer.config import OptimConfig
+from trainer.drafter_folder import load_drafter
 from trainer.fit import fit
 from trainer.row_loss import row_hidden, row_loss
 from trainer.rows import RowDocument, build_row, decayed_weights

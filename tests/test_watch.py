@@ -12,13 +12,8 @@ from trainer_cache import documents, fit_config, make_cache, metrics_of, random_
 import trainer.watch
 from hscache import files
 from hscache.errors import HscacheError, StoppedBySignal
-from trainer.checkpoint import (
-    best_checkpoint,
-    list_checkpoints,
-    load_drafter,
-    read_state,
-    resolve_checkpoint,
-)
+from trainer.checkpoint import best_checkpoint, list_checkpoints, read_state, resolve_checkpoint
+from trainer.drafter_folder import load_drafter
 from trainer.estimate import estimate_acceptance
 from trainer.fit import fit, run
 from trainer.frozen import load_frozen

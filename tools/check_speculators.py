@@ -40,9 +40,9 @@ from transformers import Qwen3Config
 
 from hscache.cli import main as hscache
 from hscache.errors import ConfigError
-from trainer.checkpoint import load_drafter
 from trainer.cli import main as trainer
 from trainer.drafter import Drafter
+from trainer.drafter_folder import load_drafter
 
 LAYERS, BLOCK, MASK, NUM_BLOCKS_OF_TARGET = (0, 1, 3), 4, 1, 6
 FIT = (

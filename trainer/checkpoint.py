@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from hscache import files
@@ -26,15 +26,9 @@ from hscache.errors import CacheMismatchError, ConfigError, DiskFullError, Shard
 from hscache.report import format_bytes
 from hscache.zarr_array import canonical_json, checksum_hex
 from trainer.config import DrafterConfig
-from trainer.drafter import Drafter
-from trainer.drafter_json import drafter_config_from_json, drafter_json
+from trainer.drafter_json import drafter_json
 from trainer.masters import Masters
 from trainer.schedule import Position
-from trainer.speculators_format import (
-    drafter_config_from_speculators,
-    drafter_tensor_names,
-    is_speculators,
-)
 from trainer.sync import OuterStep
 from trainer.tensor_file import file_checksum, write_tensors
 
@@ -252,7 +246,7 @@ def read_state(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1) -> Traine
     Rank 0 checks all of them, the others what they load. Raises ShardCorruptError naming the file
     that is missing, cut or changed.
     """
-    record = _read_record(checkpoint)
+    record = read_record(checkpoint)
     checksums = record.pop("checksums")
     try:
         state = TrainerState(**{**record, "position": Position(**record["position"])})
@@ -264,7 +258,7 @@ def read_state(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1) -> Traine
     loaded = {TRAINING, *_moment_files(state, rank, num_ranks)}
     for name in sorted(checksums):
         if rank == 0 or name in loaded:
-            _require_checksum(checkpoint / name, checksums[name])
+            require_checksum(checkpoint / name, checksums[name])
     return state
 
 
@@ -276,7 +270,8 @@ def _moment_files(state: TrainerState, rank: int, num_ranks: int) -> list[str]:
     return [moments_file(other) for other in range(state.moment_ranks)]
 
 
-def _read_record(checkpoint: Path) -> dict[str, Any]:
+def read_record(checkpoint: Path) -> dict[str, Any]:
+    """Return what `trainer_state.json` holds; raises ShardCorruptError unless it is whole."""
     path = checkpoint / STATE
     try:
         record = json.loads(path.read_bytes())
@@ -287,7 +282,8 @@ def _read_record(checkpoint: Path) -> dict[str, Any]:
     return record
 
 
-def _require_checksum(path: Path, checksum: str) -> None:
+def require_checksum(path: Path, checksum: str) -> None:
+    """Raise ShardCorruptError unless a file is there with that checksum."""
     try:
         found = file_checksum(path)
     except OSError as error:
@@ -352,66 +348,11 @@ def _mean_moments(paths: list[Path]) -> dict[str, torch.Tensor]:
     return {name: value / counts[name] for name, value in sums.items()}
 
 
-def load_drafter(checkpoint: Path, *, num_target_layers: int | None = None) -> Drafter:
-    """Build a drafter from a checkpoint, or a published folder in z-lab's or speculators' format.
-
-    Weights become fp32 masters. `num_target_layers` is for speculators' format, which does not say
-    how many blocks the target has. Raises ConfigError when config and weights do not fit together,
-    strictly, and ShardCorruptError when one of our own checkpoints is damaged.
-    """
-    path = resolve_checkpoint(checkpoint)
-    if (path / STATE).exists():
-        checksums = _read_record(path)["checksums"]
-        for name in (CONFIG, MODEL):
-            _require_checksum(path / name, checksums[name])
-    config = read_config(path)
-    if is_speculators(config):
-        shape = drafter_config_from_speculators(config, path / CONFIG, num_target_layers)
-    else:
-        shape = drafter_config_from_json(config, path / CONFIG)
-    drafter = Drafter(shape)
-    try:
-        with safe_open(path / MODEL, framework="pt") as tensors:
-            names = drafter_tensor_names(tensors.keys(), config, path / MODEL)
-            stored = {name: tensors.get_tensor(name) for name in names}
-        _require_plain_weights(stored, path / MODEL)
-        drafter.load_state_dict({k: v.float() for k, v in stored.items()}, strict=True)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"{path / MODEL} does not fit {path / CONFIG}: {error}") from error
-    return drafter.eval()
-
-
-def _require_plain_weights(weights: dict[str, torch.Tensor], where: Path) -> None:
-    for name, weight in weights.items():
-        if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise ConfigError(
-                f"{where}: {name} is of {weight.dtype}; expected bfloat16, float16 or float32. "
-                "Quantised drafters are not supported; give the one it was made from."
-            )
-        if not weight.isfinite().all():
-            raise ConfigError(
-                f"{where}: {name} holds NaN or infinity: the drafter is damaged, or its training "
-                "went wrong. Give an earlier checkpoint, or fetch the folder again."
-            )
-
-
-def read_config(checkpoint: Path) -> dict[str, Any]:
-    """Return the config.json of a drafter's folder."""
-    path = checkpoint / CONFIG
-    try:
-        config = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds {type(config).__name__}, expected the config of a model.")
-    return config
-
-
 def recorded_states(checkpoint: Path) -> dict[str, Any] | None:
     """Return the identity of the states a checkpoint was trained on, None if it has no record."""
     if not (checkpoint / STATE).exists():
         return None
-    return _read_record(checkpoint)["cache"]["states"]
+    return read_record(checkpoint)["cache"]["states"]
 
 
 def require_same_run(found: TrainerState, expected: TrainerState, checkpoint: Path) -> None:

@@ -37,10 +37,11 @@ from hscache.report import format_table
 from hscache.settings import to_dict
 from hscache.template_kwargs import parse_template_kwargs, set_template_kwargs
 from trainer.acceptance import Acceptance
-from trainer.checkpoint import STATE, load_drafter, read_state, resolve_checkpoint
+from trainer.checkpoint import STATE, read_state, resolve_checkpoint
 from trainer.config import EvalConfig
 from trainer.decode import compare_with_greedy, plain_greedy, speculative_decode
 from trainer.drafter import Drafter
+from trainer.drafter_folder import load_drafter
 from trainer.estimate import estimate_acceptance
 from trainer.frozen import FrozenTarget, load_frozen
 from trainer.held_out import held_out_documents

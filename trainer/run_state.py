@@ -21,7 +21,6 @@ from trainer.attention import training_backend
 from trainer.cache_set import identities_of
 from trainer.checkpoint import (
     TrainerState,
-    load_drafter,
     require_same_run,
     restore,
     take_snapshot,
@@ -34,6 +33,7 @@ from trainer.checkpoint_writer import (
     write_moments,
 )
 from trainer.drafter import Drafter
+from trainer.drafter_folder import load_drafter
 from trainer.frozen import initial_norm, load_frozen, target_config
 from trainer.masters import Masters
 from trainer.metrics import StepFigures, Window

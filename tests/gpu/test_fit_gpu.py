@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 from trainer_cache import documents, fit_config, make_cache, metrics_of
 
 from trainer.batches import Loader
-from trainer.checkpoint import load_drafter
+from trainer.drafter_folder import load_drafter
 from trainer.fit import fit
 from trainer.row_loss import row_loss
 from trainer.run_plan import plan_run
