@@ -189,7 +189,7 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 def weights_hash(run_dir: Path) -> str:
     """Hash of the last checkpoint's fp32 weights and moments."""
-    from trainer.checkpoint import list_checkpoints
+    from trainer.run_folder import list_checkpoints
 
     data = (list_checkpoints(run_dir)[-1] / "training.safetensors").read_bytes()
     return hashlib.sha256(data).hexdigest()

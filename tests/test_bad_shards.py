@@ -17,11 +17,12 @@ from hscache import layout
 from hscache.errors import HscacheError, ShardCorruptError
 from hscache.reader import Shard, open_cache
 from trainer.batches import Loader
-from trainer.checkpoint import list_checkpoints, read_state
+from trainer.checkpoint import read_state
 from trainer.config import SyncConfig
 from trainer.fit import fit
 from trainer.frozen import load_frozen, target_config
 from trainer.ranks import Ranks
+from trainer.run_folder import list_checkpoints
 from trainer.run_plan import plan_run
 
 CPU = torch.device("cpu")

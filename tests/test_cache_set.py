@@ -23,12 +23,13 @@ from hscache.errors import CacheIncompleteError, CacheMismatchError, ConfigError
 from hscache.reader import open_cache
 from trainer.batches import Loader
 from trainer.cache_set import open_caches
-from trainer.checkpoint import list_checkpoints, read_state
+from trainer.checkpoint import read_state
 from trainer.config import EvalConfig
 from trainer.evaluate import run as evaluate
 from trainer.fit import fit
 from trainer.mixture import MixedSchedule
 from trainer.ranks import Ranks
+from trainer.run_folder import list_checkpoints
 from trainer.run_plan import plan_run
 
 CPU = torch.device("cpu")

@@ -15,14 +15,7 @@ from trainer_cache import documents, fit_config, make_cache, small_disk
 from hscache.errors import CacheMismatchError, ConfigError, DiskFullError, ShardCorruptError
 from hscache.reader import open_cache
 from hscache.zarr_array import canonical_json, checksum_hex
-from trainer.checkpoint import (
-    checkpoint_bytes,
-    list_checkpoints,
-    read_state,
-    resolve_checkpoint,
-    take_snapshot,
-    write_checkpoint,
-)
+from trainer.checkpoint import checkpoint_bytes, read_state, take_snapshot, write_checkpoint
 from trainer.config import OptimConfig, num_parameters
 from trainer.decode import speculative_decode
 from trainer.drafter import lay_out_blocks
@@ -31,6 +24,7 @@ from trainer.fit import fit
 from trainer.frozen import load_frozen, target_config
 from trainer.optim import make_optimizers
 from trainer.proposer import DrafterProposer
+from trainer.run_folder import list_checkpoints, resolve_checkpoint
 from trainer.run_plan import plan_run
 from trainer.run_state import start_training, training_state
 

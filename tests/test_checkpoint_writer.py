@@ -10,7 +10,7 @@ from trainer_cache import documents, fit_config, make_cache
 
 from hscache.errors import DiskFullError, HscacheError
 from trainer import checkpoint
-from trainer.checkpoint import list_checkpoints, read_state
+from trainer.checkpoint import read_state
 from trainer.checkpoint_writer import (
     CheckpointWriter,
     cancel_moments,
@@ -20,6 +20,7 @@ from trainer.checkpoint_writer import (
 from trainer.drafter_folder import load_drafter
 from trainer.fit import fit
 from trainer.ranks import Ranks
+from trainer.run_folder import list_checkpoints
 from trainer.run_plan import plan_run
 from trainer.run_state import save_training, start_training
 from trainer.training import Training

@@ -16,11 +16,11 @@ from hscache.produce import produce
 from hscache.reader import open_cache
 from hscache.zarr_array import canonical_json, checksum_hex
 from trainer import cli
-from trainer.checkpoint import STATE, list_checkpoints
 from trainer.config import EvalConfig
 from trainer.evaluate import _require_frozen, run
 from trainer.fit import fit
 from trainer.frozen import load_frozen
+from trainer.run_folder import STATE, list_checkpoints
 
 CPU = torch.device("cpu")
 LAYER_IDS = (0, 1, 3)

@@ -21,8 +21,9 @@ from hscache.layout import list_shards, shard_dir, target_config_file
 from hscache.reader import open_cache
 from hscache.settings import parse, to_dict
 from trainer import cli
-from trainer.checkpoint import list_checkpoints, read_state
+from trainer.checkpoint import read_state
 from trainer.fit import fit, run
+from trainer.run_folder import list_checkpoints
 
 CORPUS = documents([30] * 20, held_out=(0, 1))
 

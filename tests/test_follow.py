@@ -18,7 +18,7 @@ from hscache.freeing import free_shard
 from hscache.manifest import WindowIdentity, encode_group
 from hscache.reader import open_cache
 from trainer.batches import Loader
-from trainer.checkpoint import list_checkpoints, read_state
+from trainer.checkpoint import read_state
 from trainer.fit import fit
 from trainer.follow import (
     Follower,
@@ -28,6 +28,7 @@ from trainer.follow import (
     require_window,
     wait_for_cache,
 )
+from trainer.run_folder import list_checkpoints
 from trainer.run_plan import plan_run
 from trainer.schedule import Position
 

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from trainer_cache import documents, fit_config, make_cache, metrics_of
 
-from trainer.checkpoint import best_checkpoint, list_checkpoints, read_state
+from trainer.checkpoint import read_state
 from trainer.config import SyncConfig
 from trainer.drafter_folder import load_drafter
 from trainer.fit import fit
 from trainer.metrics import is_evaluation
 from trainer.ranks import Ranks
+from trainer.run_folder import best_checkpoint, list_checkpoints
 from trainer.run_plan import checkpoint_size, plan_run
 from trainer.schedule import Position, Share, joint_position
 

@@ -16,11 +16,12 @@ from trainer_cache import documents, fit_config, make_cache
 
 from hscache.errors import ConfigError
 from hscache.settings import to_dict
-from trainer.checkpoint import list_checkpoints, read_state
+from trainer.checkpoint import read_state
 from trainer.config import SyncConfig
 from trainer.drafter_folder import load_drafter
 from trainer.fit import _plan_alike, fit
 from trainer.ranks import Launch, RankLostError, Ranks, buckets, launch_of
+from trainer.run_folder import list_checkpoints
 
 ROOT = Path(__file__).parents[1]
 PLACE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}

@@ -18,9 +18,10 @@ from trainer_cache import documents, fit_config, make_cache, metrics_of, random_
 
 from hscache.errors import CacheMismatchError, ConfigError, ShardCorruptError
 from hscache.settings import to_dict
-from trainer.checkpoint import list_checkpoints, read_state
+from trainer.checkpoint import read_state
 from trainer.config import SyncConfig
 from trainer.fit import fit
+from trainer.run_folder import list_checkpoints
 
 ROOT = Path(__file__).parents[1]
 LENGTHS = np.random.default_rng(4).integers(8, 40, 60).tolist()

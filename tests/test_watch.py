@@ -12,12 +12,13 @@ from trainer_cache import documents, fit_config, make_cache, metrics_of, random_
 import trainer.watch
 from hscache import files
 from hscache.errors import HscacheError, StoppedBySignal
-from trainer.checkpoint import best_checkpoint, list_checkpoints, read_state, resolve_checkpoint
+from trainer.checkpoint import read_state
 from trainer.drafter_folder import load_drafter
 from trainer.estimate import estimate_acceptance
 from trainer.fit import fit, run
 from trainer.frozen import load_frozen
 from trainer.metrics import is_evaluation
+from trainer.run_folder import best_checkpoint, list_checkpoints, resolve_checkpoint
 from trainer.run_plan import plan_run
 
 CORPUS = documents([30] * 20, held_out=(0, 1, 2, 3))

@@ -9,8 +9,6 @@ Takes a `Snapshot` and a position; leaves `checkpoint-<step>/` with `model.safet
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,24 +20,25 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from hscache import files
-from hscache.errors import CacheMismatchError, ConfigError, DiskFullError, ShardCorruptError
-from hscache.report import format_bytes
+from hscache.errors import CacheMismatchError, ShardCorruptError
 from hscache.zarr_array import canonical_json, checksum_hex
 from trainer.config import DrafterConfig
 from trainer.drafter_json import drafter_json
 from trainer.masters import Masters
+from trainer.run_folder import (
+    CONFIG,
+    MODEL,
+    STATE,
+    TRAINING,
+    best_checkpoint,
+    checkpoint_folder,
+    list_checkpoints,
+    mark_best,
+    require_space,
+)
 from trainer.schedule import Position
 from trainer.sync import OuterStep
 from trainer.tensor_file import file_checksum, write_tensors
-
-_NAME = re.compile(r"checkpoint-(\d+)")
-MODEL, CONFIG, TRAINING, STATE = (
-    "model.safetensors",
-    "config.json",
-    "training.safetensors",
-    "trainer_state.json",
-)
-BEST = "best"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,20 +128,6 @@ def checkpoint_bytes(
     return weights + num_ranks * moments + outer
 
 
-def require_space(run_dir: Path, size_bytes: int) -> None:
-    """Raise DiskFullError when a checkpoint of that size does not fit on the run's disk."""
-    folder = run_dir
-    while not folder.exists():
-        folder = folder.parent
-    status = os.statvfs(folder)
-    if status.f_bavail * status.f_frsize < size_bytes:
-        raise DiskFullError(
-            f"disk full: a checkpoint of {run_dir} takes {format_bytes(size_bytes)}, and there are "
-            f"{files.free_space(folder)}. The checkpoints before it are intact; free some space "
-            "and continue with --resume, or give another --run-dir."
-        )
-
-
 def moments_file(rank: int) -> str:
     """Return the name of a rank's file of moments."""
     return f"moments-{rank:04}.safetensors"
@@ -177,7 +162,7 @@ def write_checkpoint(
     if state.moment_ranks == 0:
         training |= snapshot.moments
     model_config = json.dumps(drafter_json(config, target_config, dtype), indent=2).encode()
-    final = run_dir / f"checkpoint-{state.step}"
+    final = checkpoint_folder(run_dir, state.step)
     with files.temporary_folder(run_dir) as folder:
         checksums = {}
         if state.moment_ranks:
@@ -202,42 +187,6 @@ def write_checkpoint(
         if old != best_checkpoint(run_dir):
             shutil.rmtree(old)
     return final
-
-
-def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Return the checkpoints of a run, oldest first."""
-    if not run_dir.is_dir():
-        return []
-    found = [(int(m[1]), p) for p in run_dir.iterdir() if (m := _NAME.fullmatch(p.name))]
-    return [path for _, path in sorted(found)]
-
-
-def best_checkpoint(run_dir: Path) -> Path | None:
-    """Return the checkpoint that was best on held-out documents, if one has been marked."""
-    link = run_dir / BEST
-    return run_dir / link.readlink() if link.is_symlink() and link.exists() else None
-
-
-def mark_best(checkpoint: Path) -> None:
-    """Let the link `best` beside a checkpoint lead to it, atomically."""
-    link = checkpoint.parent / BEST
-    temporary = link.with_name(f"{files.TEMPORARY_PREFIX}{BEST}")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(checkpoint.name)
-    temporary.replace(link)
-
-
-def resolve_checkpoint(path: Path) -> Path:
-    """Return a checkpoint folder from itself or from its run's folder (then the last one)."""
-    if (path / CONFIG).is_file() and (path / MODEL).is_file():
-        return path
-    checkpoints = list_checkpoints(path)
-    if not checkpoints:
-        raise ConfigError(
-            f"{path} is neither a checkpoint ({CONFIG}, {MODEL}) nor a run folder with "
-            "checkpoint-<step> in it."
-        )
-    return checkpoints[-1]
 
 
 def read_state(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1) -> TrainerState:

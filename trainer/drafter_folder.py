@@ -14,16 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hscache.errors import ConfigError
-from trainer.checkpoint import (
-    CONFIG,
-    MODEL,
-    STATE,
-    read_record,
-    require_checksum,
-    resolve_checkpoint,
-)
+from trainer.checkpoint import read_record, require_checksum
 from trainer.drafter import Drafter
 from trainer.drafter_json import drafter_config_from_json
+from trainer.run_folder import CONFIG, MODEL, STATE, resolve_checkpoint
 from trainer.speculators_format import (
     drafter_config_from_speculators,
     drafter_tensor_names,

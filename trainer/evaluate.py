@@ -37,7 +37,7 @@ from hscache.report import format_table
 from hscache.settings import to_dict
 from hscache.template_kwargs import parse_template_kwargs, set_template_kwargs
 from trainer.acceptance import Acceptance
-from trainer.checkpoint import STATE, read_state, resolve_checkpoint
+from trainer.checkpoint import read_state
 from trainer.config import EvalConfig
 from trainer.decode import compare_with_greedy, plain_greedy, speculative_decode
 from trainer.drafter import Drafter
@@ -46,6 +46,7 @@ from trainer.estimate import estimate_acceptance
 from trainer.frozen import FrozenTarget, load_frozen
 from trainer.held_out import held_out_documents
 from trainer.proposer import DrafterProposer
+from trainer.run_folder import STATE, resolve_checkpoint
 from trainer.tables import NGramTable, PromptLookup, TableDrafter, evaluate_table
 
 log = logging.getLogger(__name__)

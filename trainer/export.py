@@ -24,12 +24,13 @@ from hscache.progress import configure_logging
 from hscache.reader import Cache, open_cache
 from hscache.report import format_table
 from hscache.settings import to_dict
-from trainer.checkpoint import CONFIG, MODEL, recorded_states, resolve_checkpoint
+from trainer.checkpoint import recorded_states
 from trainer.config import DrafterConfig, ExportConfig
 from trainer.drafter import Drafter
 from trainer.drafter_folder import load_drafter, read_config
 from trainer.drafter_json import drafter_json
 from trainer.frozen import load_frozen, target_config
+from trainer.run_folder import CONFIG, MODEL, resolve_checkpoint
 from trainer.speculators_format import EMBEDDING, HEAD, speculators_json
 
 log = logging.getLogger(__name__)

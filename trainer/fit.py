@@ -30,11 +30,12 @@ from hscache.errors import CacheMismatchError, ConfigError, HscacheError
 from hscache.progress import configure_logging
 from hscache.settings import save_config
 from hscache.zarr_array import canonical_json, checksum_hex
-from trainer.checkpoint import list_checkpoints, read_state, require_space
+from trainer.checkpoint import read_state
 from trainer.config import FitConfig
 from trainer.follow import require_unseen_kept, require_window, wait_for_cache
 from trainer.loop import train
 from trainer.ranks import RankLostError, Ranks, connected, launch_of
+from trainer.run_folder import list_checkpoints, require_space
 from trainer.run_plan import RunPlan, checkpoint_size, describe, plan_run, require_room
 from trainer.run_state import resume_training, start_training, training_state
 from trainer.training import Training

@@ -25,9 +25,9 @@ from hscache.reader import Cache, open_cache
 from hscache.report import format_seconds
 from hscache.window import num_acknowledged, slots_needed
 from trainer.bad_shards import manifest_or_none
-from trainer.checkpoint import list_checkpoints
 from trainer.config import FitConfig
 from trainer.row_reader import LOOK_S
+from trainer.run_folder import list_checkpoints
 from trainer.run_plan import RunPlan, checkpoint_size
 from trainer.schedule import Position, tick_rows
 

@@ -26,10 +26,10 @@ from hscache.settings import to_dict
 from hscache.signals import stop_requested
 from trainer.bad_shards import describe_skipped
 from trainer.batches import Batch, Loader, StepEnd
-from trainer.checkpoint import mark_best
 from trainer.checkpoint_writer import CheckpointWriter
 from trainer.follow import PATIENCE_S, Follower
 from trainer.metrics import MetricsLog, Window
+from trainer.run_folder import mark_best
 from trainer.run_plan import RunPlan
 from trainer.run_state import save_training
 from trainer.schedule import Share

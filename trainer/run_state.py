@@ -40,6 +40,7 @@ from trainer.metrics import StepFigures, Window
 from trainer.mixture import MixedSchedule
 from trainer.ranks import Ranks
 from trainer.rows import PACKING
+from trainer.run_folder import checkpoint_folder
 from trainer.run_plan import RunPlan
 from trainer.training import Training
 
@@ -188,7 +189,7 @@ def save_training(
     writer.finish()  # before another copy of everything is made
     ranks, config = training.ranks, run.config
     state = training_state(run, training)
-    final = config.run_dir / f"checkpoint-{state.step}"
+    final = checkpoint_folder(config.run_dir, state.step)
     if not ranks.is_first and training.together:
         return final
     snapshot = take_snapshot(

@@ -18,12 +18,12 @@ import torch
 
 from hscache.device import DTYPES
 from hscache.errors import HscacheError
-from trainer.checkpoint import best_checkpoint
 from trainer.drafter import Drafter
 from trainer.drafter_folder import load_drafter
 from trainer.held_out import HeldOutFigures, evaluate_held_out
 from trainer.masters import Masters
 from trainer.metrics import MetricsLog
+from trainer.run_folder import best_checkpoint
 from trainer.run_plan import RunPlan
 from trainer.training import Training
 

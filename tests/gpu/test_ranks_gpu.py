@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from trainer_cache import documents, fit_config, make_cache, metrics_of
 
 from hscache.settings import to_dict
-from trainer.checkpoint import list_checkpoints, read_state
+from trainer.checkpoint import read_state
 from trainer.config import SyncConfig
+from trainer.run_folder import list_checkpoints
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
