@@ -16,9 +16,10 @@ from hscache.errors import CacheMismatchError, ConfigError, DiskFullError, Shard
 from hscache.reader import open_cache
 from hscache.zarr_array import canonical_json, checksum_hex
 from trainer.checkpoint import checkpoint_bytes, read_state, take_snapshot, write_checkpoint
-from trainer.config import OptimConfig, num_parameters
+from trainer.config import OptimConfig
 from trainer.decode import speculative_decode
 from trainer.drafter import lay_out_blocks
+from trainer.drafter_config import num_parameters
 from trainer.drafter_folder import load_drafter
 from trainer.fit import fit
 from trainer.frozen import load_frozen, target_config

@@ -8,7 +8,8 @@ from hscache.cli import COMMANDS
 from hscache.config import ProduceConfig, spaced_layer_ids
 from hscache.settings import parse
 from trainer.cli import COMMANDS as TRAINER_COMMANDS
-from trainer.config import DrafterConfig, FitConfig, num_parameters
+from trainer.config import FitConfig
+from trainer.drafter_config import DrafterConfig, num_parameters
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 COMMAND = {command.name: command for command in [*COMMANDS, *TRAINER_COMMANDS]}

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainer.config import DrafterConfig, num_parameters
 from trainer.drafter import Drafter, lay_out_blocks
+from trainer.drafter_config import DrafterConfig, num_parameters
 from trainer.drafter_json import drafter_json
 
 CONFIG = DrafterConfig(

@@ -9,7 +9,7 @@ import torch
 from trainer_cache import HIDDEN, LAYER_IDS, MASK, NUM_LAYERS, SHAPE, VOCAB
 
 from hscache.errors import ConfigError
-from trainer.config import DrafterConfig
+from trainer.drafter_config import DrafterConfig
 from trainer.drafter_json import drafter_config_from_json, drafter_json
 
 CONFIG = DrafterConfig(

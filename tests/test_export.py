@@ -25,8 +25,9 @@ from trainer_cache import (
 
 from hscache.errors import CacheMismatchError, ConfigError, DiskFullError, HscacheError
 from hscache.reader import open_cache
-from trainer.config import DrafterConfig, ExportConfig
+from trainer.config import ExportConfig
 from trainer.drafter import Drafter, lay_out_blocks
+from trainer.drafter_config import DrafterConfig
 from trainer.drafter_folder import load_drafter
 from trainer.drafter_json import drafter_json
 from trainer.export import run

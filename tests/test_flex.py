@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from trainer import drafter as drafter_module
 from trainer import flex
-from trainer.config import DrafterConfig
 from trainer.drafter import Drafter
+from trainer.drafter_config import DrafterConfig
 from trainer.flex import TILE, flex_mask
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from hscache.flops import row_flops
-from trainer.config import DrafterConfig, num_parameters
+from trainer.drafter_config import DrafterConfig, num_parameters
 
 QWEN_27B = DrafterConfig(
     hidden_size=5120, intermediate_size=17408, num_hidden_layers=5, num_attention_heads=32,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hscache.errors import ConfigError
-from trainer.config import DrafterConfig
 from trainer.drafter import Drafter
+from trainer.drafter_config import DrafterConfig
 from trainer.masters import Masters
 from trainer.memory import predict_memory, require_memory
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from trainer_cache import HIDDEN, LAYER_IDS, MASK, NUM_LAYERS, SHAPE, VOCAB
 
-from trainer.config import DrafterConfig
 from trainer.drafter import Drafter
+from trainer.drafter_config import DrafterConfig
 from trainer.frozen import FrozenTarget
 from trainer.proposer import DrafterProposer
 

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from trainer_cache import HIDDEN, LAYER_IDS, NUM_LAYERS, SHAPE, VOCAB
 
 from hscache.errors import ConfigError
-from trainer.config import DrafterConfig
 from trainer.drafter import Drafter
+from trainer.drafter_config import DrafterConfig
 from trainer.drafter_folder import load_drafter
 from trainer.speculators_format import drafter_config_from_speculators, speculators_json
 

@@ -6,7 +6,8 @@ import pytest
 
 from hscache.config import spaced_layer_ids
 from hscache.errors import ConfigError
-from trainer.config import DrafterConfig, LossConfig, num_parameters
+from trainer.config import LossConfig
+from trainer.drafter_config import DrafterConfig, num_parameters
 
 QWEN_27B = DrafterConfig(
     hidden_size=5120,

@@ -31,7 +31,8 @@ from hscache.progress import configure_logging
 from hscache.report import format_table
 from hscache.settings import to_dict
 from trainer.batches import Batch, Loader
-from trainer.config import BenchConfig, DrafterConfig
+from trainer.config import BenchConfig
+from trainer.drafter_config import DrafterConfig
 from trainer.run_plan import RunPlan, plan_run
 from trainer.run_state import start_training
 from trainer.state_arrays import arrays_in, row_bytes, stored_shapes

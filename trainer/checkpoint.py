@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from hscache import files
 from hscache.errors import CacheMismatchError, ShardCorruptError
 from hscache.zarr_array import canonical_json, checksum_hex
-from trainer.config import DrafterConfig
+from trainer.drafter_config import DrafterConfig
 from trainer.drafter_json import drafter_json
 from trainer.masters import Masters
 from trainer.run_folder import (

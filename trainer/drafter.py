@@ -27,7 +27,7 @@ from trainer.attention import (
     eager_backend,
     plan_attention,
 )
-from trainer.config import DrafterConfig
+from trainer.drafter_config import DrafterConfig
 from trainer.products import product
 
 ContextKV = list[tuple[torch.Tensor, torch.Tensor]]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hscache.errors import ConfigError
-from trainer.config import DrafterConfig
+from trainer.drafter_config import DrafterConfig
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # What a drafter's config may say and we would compute; the first is what we write.

@@ -25,8 +25,9 @@ from hscache.reader import Cache, open_cache
 from hscache.report import format_table
 from hscache.settings import to_dict
 from trainer.checkpoint import recorded_states
-from trainer.config import DrafterConfig, ExportConfig
+from trainer.config import ExportConfig
 from trainer.drafter import Drafter
+from trainer.drafter_config import DrafterConfig
 from trainer.drafter_folder import load_drafter, read_config
 from trainer.drafter_json import drafter_json
 from trainer.frozen import load_frozen, target_config

@@ -21,7 +21,8 @@ from hscache.fingerprint import config_sha256
 from hscache.layout import frozen_weights, target_config_file
 from hscache.reader import Cache
 from hscache.zarr_reader import is_there, open_regular, read_small_file, regular_sha256
-from trainer.config import DrafterConfig, DrafterShape
+from trainer.config import DrafterShape
+from trainer.drafter_config import DrafterConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import torch
 from hscache.errors import ConfigError
 from hscache.report import format_bytes
 from trainer.attention import Backend
-from trainer.config import DrafterConfig, num_parameters
+from trainer.drafter_config import DrafterConfig, num_parameters
 
 _ROWS_AHEAD = 3
 """Rows on the device beside those of a step: two in the loader's queue, one that waits for room."""

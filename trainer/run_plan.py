@@ -23,7 +23,8 @@ from trainer.attention import training_backend
 from trainer.bad_shards import manifest_or_none
 from trainer.cache_set import CacheSet, folder_of, in_turns, open_caches
 from trainer.checkpoint import checkpoint_bytes
-from trainer.config import DrafterConfig, FitConfig, LossConfig, num_parameters
+from trainer.config import FitConfig, LossConfig
+from trainer.drafter_config import DrafterConfig, num_parameters
 from trainer.frozen import drafter_config, head_is_tied
 from trainer.held_out import choose_documents
 from trainer.memory import RunMemory, describe_memory, predict_memory, require_gpu_memory

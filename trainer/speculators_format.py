@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hscache.errors import ConfigError
-from trainer.config import DrafterConfig
+from trainer.drafter_config import DrafterConfig
 from trainer.drafter_json import drafter_config_from_json, dtype_name, layer_json
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
