@@ -18,6 +18,7 @@ from hscache import layout
 from hscache.errors import HscacheError, ShardCorruptError
 from hscache.reader import open_cache
 from trainer.row_process import RowProcess
+from trainer.row_reader import ReadRow
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +99,7 @@ def test_a_killed_process_is_an_error_that_says_how(folder):
     def read_and_kill():
         for number, _ in enumerate(source):
             if number == 2:
-                (process,) = processes()
-                os.kill(process, signal.SIGKILL)
+                os.kill(processes()[-1], signal.SIGKILL)
 
     with pytest.raises(HscacheError, match=r"ended by signal 9.*--resume"), source:
         read_and_kill()
@@ -138,7 +138,7 @@ def _command(process):
 def test_the_memory_of_a_row_waits_for_its_release(folder):
     run = run_of(folder, passes=5)
     with RowProcess(run.cache, run.row_task()) as process:
-        parts = (read for read, _ in process.parts() if read is not None)
+        parts = (part for part in process.parts() if isinstance(part, ReadRow))
         held = [next(parts)]
         before = {name: array.copy() for name, array in held[0].space.arrays.items()}
         for _ in range(20):
@@ -181,10 +181,10 @@ def test_a_process_that_waits_for_a_shard_ends_when_training_is_gone(folder, tmp
             looks.append(1)  # one more look without a row
             return len(looks) < 5
 
-        for read, _ in process.parts(wanted):
+        for part in process.parts(wanted):
             looks.clear()
-            if read is not None:
-                process.release(read)
+            if isinstance(part, ReadRow):
+                process.release(part)
         process._connection.close()  # as the kernel does for one that was killed
         assert process._process.wait() == 0
 

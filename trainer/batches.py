@@ -2,7 +2,7 @@
 
 Takes a cache and a `RowTask`; hands on `Batch`es in a fixed order with the position after each. A
 bounded queue keeps a few rows ahead; `wait_s` counts how long training stood still for data. For a
-GPU a process decodes into pinned memory, from where planes are copied on a stream of their own and
+GPU processes decode into pinned memory, from where planes are copied on a stream of their own and
 merged on the device.
 
 Axes: S row tokens, F = layers * hidden, N anchor slots, K predicted slots, M scored slots, T tokens
@@ -25,15 +25,15 @@ import torch
 
 from hscache.errors import HscacheError
 from hscache.reader import Cache
-from trainer.row_process import RowProcess
+from trainer.row_processes import RowProcesses
 from trainer.row_reader import LOOK_S, ReadRow, RowReader, RowSpace, RowTask, StepEnd
 from trainer.rows import Row
 from trainer.schedule import Position
 from trainer.state_arrays import row_arrays, rows_of, stored_shapes
 from trainer.states import merge_last_hidden, merge_planes
 
-_READY = 2
-"""Rows that wait for training, at most."""
+_READY = 3
+"""Rows and ends of steps that wait for training, at most."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,13 +77,13 @@ class Loader:
     ) -> None:
         """States come as `dtype` on `device`.
 
-        `separate` has rows read by a process of their own; if not given, beside a GPU.
+        `separate` has rows read by processes of their own; if not given, beside a GPU.
         """
         self._cache, self._task = cache, task
         self._device, self._dtype = device, dtype
         self._separate = device.type == "cuda" if separate is None else separate
         self._queue: queue.Queue[
-            tuple[Batch | None, StepEnd | None, torch.cuda.Event | None] | BaseException | None
+            tuple[Batch | StepEnd, torch.cuda.Event | None] | BaseException | None
         ] = queue.Queue(maxsize=_READY)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, name="loader", daemon=True)
@@ -128,55 +128,55 @@ class Loader:
                 return
             if isinstance(item, BaseException):
                 raise item
-            row, end, copied = item
-            if row is not None:
-                if copied is not None:
-                    _use_on_current_stream(row, copied)
-                rows.append(row)
-            if end is not None:
-                yield rows, end
+            part, copied = item
+            if isinstance(part, StepEnd):
+                yield rows, part
                 rows = []
+                continue
+            if copied is not None:
+                _use_on_current_stream(part, copied)
+            rows.append(part)
 
     def _work(self) -> None:
         try:
             stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
             with torch.cuda.stream(stream), contextlib.closing(self._parts()) as parts:
-                for row, end in parts:
+                for part in parts:
                     copied = stream.record_event() if stream else None
-                    self._queue.put((row, end, copied))
+                    self._queue.put((part, copied))
                     if self._stopped.is_set():
                         return
             self._queue.put(None)
         except BaseException as error:
             self._queue.put(error)
 
-    def _parts(self) -> Generator[tuple[Batch | None, StepEnd | None], None, None]:
-        """Yield this rank's rows, each with the end of its step if that follows, and lone ends."""
+    def _parts(self) -> Generator[Batch | StepEnd, None, None]:
+        """Yield this rank's rows, and the ends of steps."""
         if self._separate:
-            yield from self._parts_of_process()
+            yield from self._parts_of_processes()
             return
         shapes = stored_shapes(self._cache, last_hidden=self._task.row.soft_labels)
         reader = RowReader(self._cache, self._task, static=self._device.type == "cuda")
-        for read, end in reader.parts(
+        for part in reader.parts(
             lambda n: RowSpace(arrays=row_arrays(shapes, n)),
             lambda: not self._stopped.wait(LOOK_S),
         ):
-            yield (self._to_device(read) if read is not None else None), end
+            if part is not None:
+                yield part if isinstance(part, StepEnd) else self._to_device(part)
 
-    def _parts_of_process(self) -> Iterator[tuple[Batch | None, StepEnd | None]]:
-        with (
-            RowProcess(self._cache, self._task) as process,
-            _pinned(process.memory, self._device),
-        ):
-            for read, end in process.parts(lambda: not self._stopped.is_set()):
-                if read is None:
-                    yield None, end
-                    continue
-                batch = self._to_device(read)
-                if self._device.type == "cuda":
-                    torch.cuda.current_stream(self._device).synchronize()  # of this thread
-                process.release(read)
-                yield batch, end
+    def _parts_of_processes(self) -> Iterator[Batch | StepEnd]:
+        with RowProcesses(self._cache, self._task) as processes, contextlib.ExitStack() as pins:
+            for memory in processes.memories:
+                pins.enter_context(_pinned(memory, self._device))
+            for part in processes.parts(lambda: not self._stopped.is_set()):
+                if isinstance(part, StepEnd):
+                    yield part
+                elif part is not None:
+                    batch = self._to_device(part)
+                    if self._device.type == "cuda":
+                        torch.cuda.current_stream(self._device).synchronize()  # of this thread
+                    processes.release(part)
+                    yield batch
 
     def _to_device(self, read: ReadRow) -> Batch:
         codec = read.codec

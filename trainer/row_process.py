@@ -1,9 +1,7 @@
-"""The row reader in a process of its own: decoding never holds the lock of training's Python.
+"""A row reader in a process of its own: decoding never holds the lock of training's Python.
 
 Takes what `RowReader` takes; hands on the same parts. States arrive in memory that both processes
-map, in a few slots that are used again; the small arrays of a row go through a socket. Where a
-step is a millisecond of many small kernels, threads that decode beside it made it three times as
-long (measured), each waiting for the other's turn with the interpreter.
+map, in a few slots that are used again; the small arrays of a row go through a socket.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from trainer.rows import Row
 from trainer.schedule import Position
 from trainer.state_arrays import Shapes, arrays_in, row_bytes, stored_shapes
 
-_SLOTS = ROWS_DECODING + 2
+SLOTS = ROWS_DECODING + 2
 """Those being decoded, one decoded, one being copied."""
 
 _COMMAND = "from trainer.row_process import main; main()"
@@ -48,6 +46,8 @@ _COMMAND = "from trainer.row_process import main; main()"
 
 _WANTED_S = 0.2
 """How often a reader that waits for a row looks whether it is still wanted."""
+
+_DONE = "no more rows"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,8 @@ class RowProcess:
         self.slot_bytes = row_bytes(self._shapes, row.row_tokens)
         file = os.memfd_create("rows")  # not /dev/shm, which containers make small
         try:
-            os.ftruncate(file, _SLOTS * self.slot_bytes)
-            self.memory = mmap.mmap(file, _SLOTS * self.slot_bytes)
+            os.ftruncate(file, SLOTS * self.slot_bytes)
+            self.memory = mmap.mmap(file, SLOTS * self.slot_bytes)
             """all slots, one after another; for pinning"""
             self._start(file)
             self._connection.send((paths_of(cache), task))
@@ -103,7 +103,7 @@ class RowProcess:
 
     def parts(
         self, wanted: Callable[[], bool] = lambda: True
-    ) -> Iterator[tuple[ReadRow | None, StepEnd | None]]:
+    ) -> Iterator[ReadRow | StepEnd | None]:
         """Yield what `RowReader.parts` does, and raise what it raises; end when not `wanted`.
 
         A row's states stay as they are until `release`. Raises HscacheError if the process dies.
@@ -125,15 +125,18 @@ class RowProcess:
                     "--deep`, continue with --resume, maybe with fewer --threads or smaller "
                     "--row_tokens."
                 ) from error
-            if message is None:
+            if message == _DONE:
                 return
             if isinstance(message, BaseException):
                 raise message
             if isinstance(message, logging.LogRecord):
                 logging.getLogger(message.name).handle(message)
                 continue
-            sent, end = message
-            yield (self._read_row(sent) if sent is not None else None), end
+            yield self._read_row(message) if isinstance(message, _SentRow) else message
+
+    def owns(self, read: ReadRow) -> bool:
+        """Whether a row's states are in this process's memory."""
+        return any(read.space is slot for slot in self._slots)
 
     def release(self, read: ReadRow) -> None:
         """Let the memory of a row's states be filled with another's."""
@@ -151,7 +154,7 @@ def _slots(memory: mmap.mmap, shapes: Shapes, row_tokens: int) -> list[RowSpace]
     whole = memoryview(memory)
     return [
         RowSpace(slot=slot, arrays=arrays_in(whole[slot * size :], shapes, row_tokens))
-        for slot in range(_SLOTS)
+        for slot in range(SLOTS)
     ]
 
 
@@ -160,7 +163,7 @@ def serve(connection: Connection, file: int) -> None:
     paths, task = connection.recv()
     cache = open_caches(paths)
     shapes = stored_shapes(cache, last_hidden=task.row.soft_labels)
-    size = _SLOTS * row_bytes(shapes, task.row.row_tokens)
+    size = SLOTS * row_bytes(shapes, task.row.row_tokens)
     free = _slots(mmap.mmap(file, size), shapes, task.row.row_tokens)
     slots = dict(enumerate(free))
 
@@ -177,14 +180,16 @@ def serve(connection: Connection, file: int) -> None:
             free.append(slots[connection.recv()])
         return True
 
-    for read, end in reader.parts(space, idle):
-        sent = None
-        if read is not None:
-            sent = _SentRow(
-                row=read.row, slot=read.space.slot, codec=read.codec, position=read.position
+    for part in reader.parts(space, idle):
+        if isinstance(part, ReadRow):
+            connection.send(
+                _SentRow(
+                    row=part.row, slot=part.space.slot, codec=part.codec, position=part.position
+                )
             )
-        connection.send((sent, end))
-    connection.send(None)
+        else:
+            connection.send(part)
+    connection.send(_DONE)
     while True:  # the last slots come back, and then the end
         connection.recv()
 

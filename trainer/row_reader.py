@@ -1,7 +1,7 @@
 """Rows of a run in host memory: planned from the schedule, their states decoded by threads.
 
 Takes a cache, a schedule and a position; hands on `ReadRow`s and the ends of steps in a fixed
-order. Imports no torch: `trainer.batches` runs it in a thread or, beside a GPU, in a process.
+order. Imports no torch: `trainer.batches` runs it in a thread or, beside a GPU, in processes.
 """
 
 from __future__ import annotations
@@ -73,6 +73,9 @@ class RowTask:
     on_bad_shard: OnBadShard = "stop"
     follow: bool = False
     """shards may be missing yet, and are waited for"""
+    reader: int = 0
+    num_readers: int = 1
+    """this rank's rows are dealt to so many readers, one after another, and this one takes its"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +122,8 @@ class RowReader:
 
     def parts(
         self, space: Callable[[int], RowSpace], idle: Callable[[], bool] = lambda: True
-    ) -> Iterator[tuple[ReadRow | None, StepEnd | None]]:
-        """Yield this rank's rows, each with the end of its step if that follows, and lone ends.
+    ) -> Iterator[ReadRow | StepEnd | None]:
+        """Yield this reader's rows, None for one of which nothing can be read, and all step ends.
 
         `space` gives memory for the states of so many tokens; when it is asked, at most
         `ROWS_DECODING` rows before are still being decoded. While a shard is missing `idle` is
@@ -133,7 +136,7 @@ class RowReader:
             for part in self._own_rows(idle):
                 if part is None:  # what is here must not wait for what may be long in coming
                     while coming:
-                        yield from self._take(coming, pool)
+                        yield self._take(coming.popleft(), pool)
                 elif isinstance(part, StepEnd):
                     coming.append(part)
                 else:
@@ -142,18 +145,19 @@ class RowReader:
                     isinstance(coming[0], StepEnd)
                     or sum(isinstance(one, _Decoding) for one in coming) > ROWS_DECODING
                 ):
-                    yield from self._take(coming, pool)
+                    yield self._take(coming.popleft(), pool)
             while coming:
-                yield from self._take(coming, pool)
+                yield self._take(coming.popleft(), pool)
 
     def _own_rows(
         self, idle: Callable[[], bool]
     ) -> Iterator[tuple[RowPlan, Position] | StepEnd | None]:
-        """Yield this rank's rows, and the end of every step that has rows of any rank.
+        """Yield this reader's rows, and the end of every step that has rows of any rank.
 
         None comes before a wait.
         """
         position, num_tokens, num_anchors = self._task.start, 0, 0
+        num_rows = 0  # of this rank
 
         def end() -> StepEnd:
             return StepEnd(position=position, num_tokens=num_tokens, num_anchors=num_anchors)
@@ -166,7 +170,9 @@ class RowReader:
             number = position.rows - 1
             if number not in self._ahead:
                 if self._task.share.takes(number):
-                    yield plan, position
+                    if num_rows % self._task.num_readers == self._task.reader:
+                        yield plan, position
+                    num_rows += 1
                 num_tokens += int(self._cache.plan.lengths[list(plan.documents)].sum())
                 num_anchors += sum(len(anchors_A) for anchors_A in plan.anchors)
             if num_tokens and self._task.share.ends_step(number):
@@ -265,23 +271,15 @@ class RowReader:
         return _Decoding(plan=plan, read=read, pieces=pieces, skipped=skipped)
 
     def _take(
-        self, coming: deque[_Decoding | StepEnd], pool: ThreadPoolExecutor
-    ) -> Iterator[tuple[ReadRow | None, StepEnd | None]]:
-        """Yield the first part; nothing if it is a row of which nothing can be read."""
-        first = coming.popleft()
-        read, end = None, first if isinstance(first, StepEnd) else None
+        self, first: _Decoding | StepEnd, pool: ThreadPoolExecutor
+    ) -> ReadRow | StepEnd | None:
         if isinstance(first, _Decoding):
-            read = self._finish(first, pool)
-            # An end follows its last row at once, so it is here already if there is one.
-            if coming and isinstance(coming[0], StepEnd):
-                end = coming[0]
-                coming.popleft()
-        if end is not None and self._skipped:
-            lost = self._cache.plan.lengths[[document for document, _ in self._skipped]].sum()
-            end = replace(end, skipped=tuple(self._skipped), skipped_tokens=int(lost))
-            self._skipped = []
-        if read is not None or end is not None:
-            yield read, end
+            return self._finish(first, pool)
+        if not self._skipped:
+            return first
+        lost = self._cache.plan.lengths[[document for document, _ in self._skipped]].sum()
+        skipped, self._skipped = tuple(self._skipped), []
+        return replace(first, skipped=skipped, skipped_tokens=int(lost))
 
     def _finish(self, decoding: _Decoding, pool: ThreadPoolExecutor) -> ReadRow | None:
         """Wait for a row's states; what cannot be read is left out, and the rest is read again."""
