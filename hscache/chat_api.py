@@ -16,8 +16,8 @@ from hscache.errors import ConfigError
 from hscache.jsonl import is_unicode
 
 if TYPE_CHECKING:
-    from hscache.config import RegenerateConfig
     from hscache.prompts import Prompt
+    from hscache.regenerate_config import RegenerateConfig
 
 _OWN_FIELDS = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_new_tokens"),

@@ -6,16 +6,16 @@ from hscache.bench_config import BenchAllConfig, BenchStoreConfig
 from hscache.bench_target_config import BenchForwardConfig, BenchGemmConfig
 from hscache.config import (
     ConsumersConfig,
-    ImportConfig,
     InspectConfig,
     ProduceConfig,
-    RegenerateConfig,
     RepairConfig,
     RooflineConfig,
     StatusConfig,
     VerifyConfig,
 )
 from hscache.cost_config import CostConfig
+from hscache.import_config import ImportConfig
+from hscache.regenerate_config import RegenerateConfig
 from hscache.settings import Command
 from hscache.settings import main as run_command
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hscache.chat_api import parse_extra_body, server_url
 from hscache.errors import ConfigError
 from hscache.planes import Codec
 from hscache.sizes import parse_size
@@ -199,73 +198,6 @@ class ProduceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportConfig:
-    """Turn the hidden states that another program saved into a cache."""
-
-    shard_dir: Path
-    """Folder of the cache; made if missing, continued if it holds the same import unfinished."""
-    format: Literal["specforge", "speculators", "deepspec"]
-    """Who wrote the source: SpecForge (data_*.ckpt), speculators (hs_*.safetensors), DeepSpec."""
-    source: Path
-    """Folder of the other program's files; only read."""
-    target: str
-    """Hugging Face id or local folder of the model whose states these are."""
-    layer_convention: Literal["block", "hidden_states"] | None = None
-    """What a layer id in layer_ids (DeepSpec: in its manifest) means. block: i is the output of
-    decoder block i, 0-based. hidden_states: j is transformers' hidden_states[j], vLLM's aux id j,
-    which is the output of block j - 1."""
-    layer_ids: tuple[int, ...] | None = None
-    """The stored layers, in stored order; DeepSpec's manifest names them."""
-    rows: Path | None = None
-    """speculators: the dataset its prepare_data.py saved; default: the folder above source."""
-    allow_pickle: bool = False
-    """SpecForge's files are pickles; read them, restricted to tensors (torch's weights_only)."""
-    check_documents: int = 4
-    """Documents that are run through the target and compared with their imported states; 0: none,
-    and a wrong layer goes unnoticed."""
-    held_out_fraction: float = 0.0
-    """Share of the documents to hold out, chosen by a hash of their content."""
-    store: StoreConfig = field(default_factory=StoreConfig)
-    """The files."""
-    revision: str | None = None
-    """Commit, tag or branch of a hub model; the resolved commit is recorded."""
-    dtype: Dtype = "bfloat16"
-    """Dtype the target runs in for the check."""
-    device: Device = "auto"
-    """auto takes the GPU of LOCAL_RANK if there is one."""
-    trust_remote_code: bool = False
-    """Run code shipped with the model. Recorded in the cache; a cache never switches it on."""
-
-    def __post_init__(self) -> None:
-        if self.layer_convention is None:
-            raise ConfigError(
-                "layer_convention is missing. The files do not say what a layer id means, programs "
-                "differ by one, and a drafter trained on shifted layers is silently bad. Give "
-                "--layer-convention block if id i is the output of decoder block i, 0-based "
-                "(SpecForge's DFlash, DeepSpec, z-lab), or hidden_states if it is an index into "
-                "transformers' hidden_states or a vLLM aux id, the output of block i - 1 "
-                "(speculators)."
-            )
-        if self.layer_ids is None and self.format != "deepspec":
-            raise ConfigError(
-                f"layer_ids is missing: {self.format} does not store which layers it captured. "
-                "Give those of its configuration, in their order, as in --layer-ids 1 9 17."
-            )
-        if self.format == "specforge" and not self.allow_pickle:
-            raise ConfigError(
-                "SpecForge's .ckpt files are pickles, which can hold code. Give --allow-pickle to "
-                "read them restricted to tensors (torch.load with weights_only); files with "
-                "anything else are refused."
-            )
-        if self.check_documents < 0:
-            raise ConfigError(f"check_documents is {self.check_documents}; expected 0 or more.")
-        if not 0 <= self.held_out_fraction < 1:
-            raise ConfigError(
-                f"held_out_fraction is {self.held_out_fraction}; expected 0 <= share < 1."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
 class InspectConfig:
     """Show what is in a cache: identity, shards, statistics; reads metadata only."""
 
@@ -357,88 +289,3 @@ class RepairConfig:
     """Also requeue sound shards with documents that were quarantined for their content."""
     threads: int = 4
     """Shards checked at the same time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RegenerateConfig:
-    """Let the target answer prompts itself: the text a drafter is trained on. It is loaded here
-    (--target), or served elsewhere (--endpoint)."""
-
-    prompts: tuple[str, ...]
-    """Files, folders or patterns of rows with `messages`; a last assistant turn is answered
-    anew."""
-    output: Path
-    """JSONL file the answered rows are appended to; rows already in it are skipped."""
-    target: str | None = None
-    """Hugging Face id or local folder of the model that answers."""
-    endpoint: str | None = None
-    """Instead of target: URL of a server with OpenAI's chat API (vLLM, SGLang), such as
-    http://localhost:8000; `/v1` is added to a URL without a path. A key is taken from the
-    environment variable HSCACHE_API_KEY."""
-    max_new_tokens: int = 512
-    """Longest answer, in tokens."""
-    temperature: float = 0.7
-    """0 is greedy; otherwise the softmax is sampled at this temperature."""
-    seed: int = 0
-    """Seed of the sampling; each row has random numbers of its own, made from this and its id."""
-    batch_size: int = 16
-    """With target: prompts answered at the same time."""
-    dtype: Dtype = "bfloat16"
-    """With target: dtype it runs in."""
-    device: Device = "auto"
-    """With target: auto takes the first GPU if there is one."""
-    model: str | None = None
-    """With endpoint: the model's name there; may be left out if it serves only one."""
-    concurrency: int = 64
-    """With endpoint: requests in flight at the same time."""
-    top_p: float | None = None
-    """With endpoint: sample from the smallest set of tokens of this probability; none leaves it to
-    the server."""
-    extra_body: str | None = None
-    """With endpoint: JSON object of more request fields, such as
-    {"top_k": 20, "chat_template_kwargs": {"enable_thinking": false}}."""
-    attempts: int = 8
-    """With endpoint: requests made for a row before it is given up; the waits between them double
-    from 1 s to 30 s."""
-    timeout_s: float = 600
-    """With endpoint: longest wait for one answer, in seconds."""
-
-    def __post_init__(self) -> None:
-        if not self.prompts:
-            raise ConfigError("prompts is empty: name at least one file.")
-        if (self.target is None) == (self.endpoint is None):
-            found = "neither" if self.target is None else "both"
-            raise ConfigError(
-                f"found {found} of target and endpoint, expected one: --target FOLDER loads the "
-                "model here, --endpoint URL asks a server that has it."
-            )
-        self._refuse_idle_settings()
-        minima = {
-            **dict.fromkeys(("batch_size", "max_new_tokens", "concurrency", "attempts"), 1),
-            **dict.fromkeys(("temperature", "seed"), 0),
-        }
-        for name, minimum in minima.items():
-            value = getattr(self, name)
-            if not minimum <= value < float("inf"):
-                raise ConfigError(f"{name} is {value}; expected at least {minimum}.")
-        if not 0 < self.timeout_s < float("inf"):
-            raise ConfigError(f"timeout_s is {self.timeout_s}; expected more than 0.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p is {self.top_p}; expected 0 < top_p <= 1.")
-        if self.endpoint is not None:
-            server_url(self.endpoint)
-        parse_extra_body(self.extra_body)
-
-    def _refuse_idle_settings(self) -> None:
-        """Refuse settings of the other kind of run, which would do nothing."""
-        idle, kind = (_OF_ENDPOINT, "endpoint") if self.endpoint is None else (_OF_TARGET, "target")
-        for name in idle:
-            value = getattr(self, name)
-            if value != type(self).__dataclass_fields__[name].default:
-                raise ConfigError(
-                    f"{name} is {value}, which only a run with {kind} uses. Leave it out."
-                )
-
-
-_OF_TARGET = ("batch_size", "dtype", "device")
-_OF_ENDPOINT = ("model", "concurrency", "top_p", "extra_body", "attempts", "timeout_s")

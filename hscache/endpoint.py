@@ -29,8 +29,8 @@ from hscache.chat_api import (
     parse_models,
     server_url,
 )
-from hscache.config import RegenerateConfig
 from hscache.errors import ConfigError, HscacheError
+from hscache.regenerate_config import RegenerateConfig
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from typing import Any, BinaryIO
 
 from hscache.answers import Tally, answered_row, append_row, stopped
 from hscache.chat_api import Completion, parse_extra_body, request_body, server_url
-from hscache.config import RegenerateConfig
 from hscache.endpoint import Backoff, Endpoint, Passing, Refused, TooLong, without_numbers
 from hscache.errors import ConfigError, HscacheError
 from hscache.progress import Progress
 from hscache.prompts import Prompt
+from hscache.regenerate_config import RegenerateConfig
 
 logger = logging.getLogger(__name__)
 

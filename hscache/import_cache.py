@@ -21,12 +21,13 @@ import numpy as np
 
 from hscache import producers
 from hscache.admission import Admission
-from hscache.config import ImportConfig, TargetConfig
+from hscache.config import TargetConfig
 from hscache.content import count_seen
 from hscache.corpus_plan import content_identity
 from hscache.documents import Corpus
 from hscache.errors import ConfigError, DataError, HscacheError
 from hscache.import_check import Sample, check_layers
+from hscache.import_config import ImportConfig
 from hscache.manifest import Identity
 from hscache.peer import (
     DamagedStates,

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hscache.answers import Tally, answered_row, append_row, stopped
-from hscache.config import Device, Dtype, RegenerateConfig, TargetConfig
+from hscache.config import Device, Dtype, TargetConfig
 from hscache.device import DTYPES, choose_device
 from hscache.errors import ConfigError
 from hscache.fingerprint import weights_sha256
@@ -24,6 +24,7 @@ from hscache.pretrained import (
 )
 from hscache.progress import Progress
 from hscache.prompts import Prompt, prompt_ids
+from hscache.regenerate_config import RegenerateConfig
 from hscache.slot_decode import Answer, Request, decode_slots
 
 logger = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 from hscache.answers import Tally, check_settings, open_output, rows_done
-from hscache.config import RegenerateConfig
 from hscache.errors import HscacheError
 from hscache.progress import configure_logging
 from hscache.prompts import read_prompts
+from hscache.regenerate_config import RegenerateConfig
 from hscache.report import format_table
 from hscache.signals import stop_requested
 

@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 
 from hscache import endpoint, endpoint_answers
 from hscache.answers import Tally
-from hscache.config import DataConfig, RegenerateConfig
+from hscache.config import DataConfig
 from hscache.documents import load_corpus
 from hscache.endpoint import Backoff, asked_wait_s
 from hscache.errors import CacheMismatchError, ConfigError, HscacheError, StoppedBySignal
 from hscache.regenerate import regenerate, run
+from hscache.regenerate_config import RegenerateConfig
 
 ROOT = Path(__file__).parents[1]
 KEY = "sk-very-secret-0123456789"

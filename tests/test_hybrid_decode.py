@@ -16,6 +16,7 @@ from hscache import config as hs
 from hscache import kv_cache
 from hscache.produce import produce
 from hscache.regenerate import regenerate, run
+from hscache.regenerate_config import RegenerateConfig
 from hscache.slot_decode import Request, decode_slots
 from trainer.config import EvalConfig
 from trainer.decode import plain_greedy, speculative_decode
@@ -174,7 +175,7 @@ def prompts_file(tmp_path):
 
 
 def test_regenerate_answers_with_a_hybrid(checkpoint, prompts_file, tmp_path):
-    config = hs.RegenerateConfig(
+    config = RegenerateConfig(
         target=str(checkpoint), prompts=(str(prompts_file),), output=tmp_path / "answers.jsonl",
         max_new_tokens=8, batch_size=2, device="cpu", dtype="float32",
     )  # fmt: skip

@@ -18,9 +18,10 @@ from producer import array_hashes, mtimes, published
 
 import hscache
 from hscache import cli, files, layout
-from hscache.config import ImportConfig, StoreConfig
+from hscache.config import StoreConfig
 from hscache.errors import CacheMismatchError, ConfigError, DataError, HscacheError
 from hscache.import_cache import Import, import_cache
+from hscache.import_config import ImportConfig
 from hscache.peer import count_slots, resolve_layers
 from trainer.cli import main as trainer
 

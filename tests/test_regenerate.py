@@ -19,12 +19,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hscache.answers import rows_done
-from hscache.config import RegenerateConfig, TargetConfig
+from hscache.config import TargetConfig
 from hscache.errors import CacheMismatchError, ConfigError, DataError, StoppedBySignal
 from hscache.local_answers import output_row
 from hscache.pretrained import load_tokenizer
 from hscache.prompts import Prompt, prompt_ids, read_prompts
 from hscache.regenerate import regenerate, run
+from hscache.regenerate_config import RegenerateConfig
 
 CHATML = (
     "{% for m in messages %}"
@@ -152,7 +153,7 @@ def test_rows_after_kill_9_and_rerun_equal_those_of_an_uninterrupted_run(target,
     killed = config_for(target, prompts, max_new_tokens=200, output=tmp_path / "killed.jsonl")
     code = (
         "from pathlib import PosixPath, WindowsPath\n"
-        "from hscache.config import RegenerateConfig\n"
+        "from hscache.regenerate_config import RegenerateConfig\n"
         "from hscache.regenerate import run\n"
         f"run({killed!r}, dry_run=False)\n"
     )
