@@ -6,8 +6,9 @@
 Importing this package imports numpy, never torch or transformers.
 """
 
-from hscache.reader import Cache, Document, Shard
+from hscache.reader import Cache, Document
 from hscache.reader import open_cache as open
+from hscache.shard import Shard
 
 __version__ = "0.1.0"
 

@@ -15,7 +15,8 @@ from hscache.inspect_document import token_kinds, token_texts
 from hscache.report import format_bytes, format_number
 
 if TYPE_CHECKING:
-    from hscache.reader import Cache, Document, Shard
+    from hscache.reader import Cache, Document
+    from hscache.shard import Shard
 
 _SHOWN_TOKENS = 300
 # Half-transparent: they suit light and dark notebooks.

@@ -15,7 +15,8 @@ from trainer_cache import documents, fit_config, make_cache, metrics_of
 
 from hscache import layout
 from hscache.errors import HscacheError, ShardCorruptError
-from hscache.reader import Shard, open_cache
+from hscache.reader import open_cache
+from hscache.shard import Shard
 from trainer.batches import Loader
 from trainer.checkpoint import read_state
 from trainer.config import SyncConfig
@@ -143,7 +144,7 @@ def test_damage_in_a_later_piece_costs_its_own_document_and_no_other(folder, mon
             raise HscacheError("damaged")
         read(shard, document, out, first)
 
-    monkeypatch.setattr("hscache.reader._PIECE_TOKENS", 4)
+    monkeypatch.setattr("hscache.shard._PIECE_TOKENS", 4)
     monkeypatch.setattr(Shard, "read_arrays", read_arrays)
     assert {d for _, end in load(folder) for d, _ in end.skipped} == {bad}
 

@@ -8,7 +8,7 @@ from trainer_cache import documents, make_cache, random_bits
 import hscache
 from hscache import cli, layout
 from hscache.freeing import free_shard, is_freed
-from hscache.reader import Shard
+from hscache.shard import Shard
 from hscache.verify import verify
 
 

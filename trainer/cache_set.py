@@ -23,8 +23,9 @@ from hscache.layout import LAST_HIDDEN
 from hscache.manifest import Quarantined, ShardManifest, cache_fingerprint, identity_diff
 from hscache.plan import Plan, PlanManifest
 from hscache.planes import Bits
-from hscache.reader import Cache, Document, Shard, open_cache
+from hscache.reader import Cache, Document, open_cache
 from hscache.settings import to_dict
+from hscache.shard import Shard
 
 log = logging.getLogger(__name__)
 
