@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from hscache.prompts import Prompt
     from hscache.regenerate_config import RegenerateConfig
 
+_SHOWN = 600
+"""Characters of a response that a message shows."""
+
 _OWN_FIELDS = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_new_tokens"),
     **dict.fromkeys(("messages", "tools"), "prompts"),
@@ -195,10 +198,10 @@ def error_text(data: bytes) -> str:
     return shorten(text.encode() if isinstance(text, str) else data)
 
 
-def shorten(data: bytes, limit: int = 600) -> str:
+def shorten(data: bytes) -> str:
     """Return bytes as text on one line, cut to a length that a message can hold."""
-    text = " ".join(data[: 4 * limit].decode(errors="replace").split())
-    return text if len(text) <= limit else f"{text[:limit]}..."
+    text = " ".join(data[: 4 * _SHOWN].decode(errors="replace").split())
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _to_openai(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -60,8 +60,6 @@ def answer_all(
     output: BinaryIO,
     tally: Tally,
     stop: Callable[[], int | None],
-    *,
-    backoff: Backoff | None = None,
 ) -> None:
     """Ask for all answers, append each to `output` when it ends, and keep the tally.
 
@@ -70,7 +68,7 @@ def answer_all(
     and `StoppedBySignal` once `stop` returns a signal.
     """
     tally.num_prompt_tokens = 0
-    run = _Run(config, settings["model"], output, tally, backoff or Backoff())
+    run = _Run(config, settings["model"], output, tally, Backoff())
     asyncio.run(run.answer_all(todo, stop))
     if tally.num_too_long == tally.num_rows:
         raise ConfigError(

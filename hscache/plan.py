@@ -226,6 +226,11 @@ class Plan:
         """Return the plan rows of a shard's documents."""
         return range(int(self._shard_starts[shard]), int(self._shard_starts[shard + 1]))
 
+    def shard_tokens(self, shard: int) -> int:
+        """Return the tokens of a shard's documents, quarantined ones included."""
+        documents = self.shard_documents(shard)
+        return int(self.offsets[documents.stop] - self.offsets[documents.start])
+
     def input_ids(self, document: int) -> npt.NDArray[np.int32]:
         """Return a document's token ids, int32 [T]."""
         return self._tokens(*self._span(document))

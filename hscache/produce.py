@@ -8,10 +8,11 @@ any instant it continues where it was; several processes may work on one cache.
 """
 
 import dataclasses
+import itertools
 import logging
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,11 +131,6 @@ class Made:
     tokens: int = 0
 
 
-def _num_tokens(plan: Plan, shard: int) -> int:
-    documents = plan.shard_documents(shard)
-    return int(plan.offsets[documents.stop] - plan.offsets[documents.start])
-
-
 def _quarantined(cache: Cache, shards: Iterable[int]) -> Iterator[int]:
     for shard in shards:
         yield from (q.document for q in cache.shard_manifest(shard).quarantined)
@@ -162,7 +158,7 @@ def fill(
     plan = cache.plan
     _require_whole_shards(cache.path)
     published = cache.published_shards()
-    done = sum(_num_tokens(plan, shard) for shard in published)
+    done = sum(plan.shard_tokens(shard) for shard in published)
     made = Made(
         quarantined=list(_quarantined(cache, published)),
         num_documents=sum(len(plan.shard_documents(shard)) for shard in published),
@@ -218,16 +214,19 @@ def _captured(
     cache: Cache, target: Target, shard: int, token_budget: int, poll: Callable[[], None]
 ) -> Iterator[tuple[int, Bits]]:
     """Run a shard's packs through the target; yield its documents' states."""
-    plan = cache.plan
-    for pack in cut_packs(plan, shard, token_budget):
+    for pack in cut_packs(cache.plan, shard, token_budget):
         poll()
-        ids_T = np.concatenate([plan.input_ids(document) for document in pack])
-        lengths = [int(plan.lengths[document]) for document in pack]
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).tolist()
-        states = target.capture(torch.from_numpy(ids_T.astype(np.int64)), offsets)
-        bits_TLH = states.view(torch.int16).cpu().numpy().view(np.uint16)
-        for index, document in enumerate(pack):
-            yield document, bits_TLH[offsets[index] : offsets[index + 1]]
+        yield from run_pack(cache.plan, target, pack)
+
+
+def run_pack(plan: Plan, target: Target, pack: Sequence[int]) -> Iterator[tuple[int, Bits]]:
+    """Run documents through the target in one pack; yield (document, bf16 bits [T, L, H])."""
+    ids_T = np.concatenate([plan.input_ids(document) for document in pack])
+    offsets = [0, *itertools.accumulate(int(plan.lengths[document]) for document in pack)]
+    states_TLH = target.capture(torch.from_numpy(ids_T.astype(np.int64)), offsets)
+    bits_TLH = states_TLH.view(torch.int16).cpu().numpy().view(np.uint16)
+    for document, (begin, end) in zip(pack, itertools.pairwise(offsets), strict=True):
+        yield document, bits_TLH[begin:end]
 
 
 def cut_packs(plan: Plan, shard: int, token_budget: int) -> list[list[int]]:

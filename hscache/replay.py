@@ -22,7 +22,7 @@ from hscache.errors import ConfigError, HscacheError
 from hscache.manifest import identity_diff
 from hscache.planes import Bits, decode, encode
 from hscache.prepare import states_identity
-from hscache.produce import software
+from hscache.produce import run_pack, software
 from hscache.reader import Cache
 from hscache.report import format_table
 from hscache.target import Target
@@ -163,12 +163,12 @@ def _replay_shard(
     for pack in _packs(cache, shard, documents):
         found.num_packs += 1
         found.same_machine &= _is_like_here(opened.manifest.provenance, target)
-        again = _run(cache, target, pack)
+        again = dict(run_pack(cache.plan, target, pack))
         for document in pack:
             if document in set(opened.doc_rows.tolist()):  # else quarantined
                 _compare(cache, document, again[document], found.packs)
     for document in documents:
-        alone_TLH = _run(cache, target, [document])[document]
+        ((_, alone_TLH),) = run_pack(cache.plan, target, [document])
         _compare(cache, document, alone_TLH, found.alone)
         if wrong := _explain(cache, target, document, alone_TLH):
             damage = Damage(part=f"shard {shard}", problem=wrong, documents=(document,))
@@ -197,16 +197,6 @@ def _is_like_here(provenance: dict[str, Any], target: Target) -> bool:
     return all(provenance.get(k) == v for k, v in here.items()) and (
         str(provenance.get("device", "")).split(":")[0] == target.device.type
     )
-
-
-def _run(cache: Cache, target: Target, pack: Sequence[int]) -> dict[int, Bits]:
-    """Return the states that documents run in one pack have now, bf16 bits [T, L, H] each."""
-    ids_T = np.concatenate([cache.plan.input_ids(document) for document in pack])
-    lengths = [int(cache.plan.lengths[document]) for document in pack]
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).tolist()
-    states = target.capture(torch.from_numpy(ids_T.astype(np.int64)), offsets)
-    bits_TLH = states.view(torch.int16).cpu().numpy().view(np.uint16)
-    return {d: bits_TLH[a:b] for d, a, b in zip(pack, offsets[:-1], offsets[1:], strict=True)}
 
 
 def _compare(cache: Cache, document: int, again_TLH: Bits, sums: Sequence[Difference]) -> None:
@@ -250,9 +240,10 @@ def _candidates(cache: Cache, target: Target, document: int) -> dict[str, npt.ND
     captured = target.captured_ids
     try:
         target.captured_ids = tuple(range(captured[-1] + 1))
-        blocks_TCH = _float(_run(cache, target, [document])[document])
+        ((_, bits_TCH),) = run_pack(cache.plan, target, [document])
     finally:
         target.captured_ids = captured
+    blocks_TCH = _float(bits_TCH)
     ids_T = torch.from_numpy(cache.plan.input_ids(document).astype(np.int64))
     embedding_VH = target.frozen.embedding_VH.cpu()
     candidates = {f"block {i}": blocks_TCH[:, i] for i in range(blocks_TCH.shape[1])}
@@ -278,7 +269,7 @@ def _error(stored_TH: npt.NDArray[np.float32], found_TH: npt.NDArray[np.float32]
     return float(np.median(np.abs(stored_TH - found_TH)) / np.median(np.abs(found_TH)))
 
 
-def describe(cache: Cache, target: Target, found: Replay) -> str:
+def describe(target: Target, found: Replay) -> str:
     """Return the table of a replay, and what to think of it."""
     rows: list[list[Any]] = []
     for name, sums in (("in their packs", found.packs), ("alone", found.alone)):
@@ -322,4 +313,4 @@ def verify_replay(
             line.replace("this run", "the loaded target has") for line in differences
         )
         damaged = [Damage(part="target", problem=problem), *damaged]
-    return describe(cache, target, found), damaged
+    return describe(target, found), damaged

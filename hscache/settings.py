@@ -91,7 +91,7 @@ def main(
             return 0
         if group := _group(commands, args[0]):
             return main(f"{prog} {args[0]}", f"Commands of {prog} {args[0]}.", group, args[1:])
-        command = _find_command(prog, commands, args[0])
+        command = _find_command(commands, args[0])
         label = f"{prog} {command.name}"
         if "--help" in args or "-h" in args:
             print(format_help(label, command.help, command.positional, command.config))
@@ -286,7 +286,7 @@ def _group(commands: Sequence[Command], word: str) -> list[Command]:
     ]
 
 
-def _find_command(prog: str, commands: Sequence[Command], name: str) -> Command:
+def _find_command(commands: Sequence[Command], name: str) -> Command:
     by_name = {command.name: command for command in commands}
     if name not in by_name:
         nearest = nearest_name(name, list(by_name))

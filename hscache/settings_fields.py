@@ -186,7 +186,8 @@ def _section_help(config: type, section: str) -> str:
     return text
 
 
-def _format_rows(rows: list[tuple[str, str]], indent: int = 30) -> Iterator[str]:
+def _format_rows(rows: list[tuple[str, str]]) -> Iterator[str]:
+    indent = 30
     for left, right in rows:
         wrapped = textwrap.wrap(right, 98 - indent)
         if len(left) + 4 > indent:

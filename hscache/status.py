@@ -204,12 +204,12 @@ def describe(cache: Cache, status: Status) -> str:
             ["window", f"{bar(fill)} {status.on_disk:,} of {status.window_shards:,} training "
              f"shards on disk, {status.freed:,} freed"]
         )  # fmt: skip
-    rows.append(["limit", limit_in_words(cache, status)])
+    rows.append(["limit", limit_in_words(status)])
     tables = [format_table(["status", str(cache.path)], rows)]
     if status.producers:
         tables.append(_producers(status.producers))
     if status.consumers:
-        tables.append(_consumers(cache, status.consumers))
+        tables.append(_consumers(status.consumers))
     return "\n\n".join(tables)
 
 
@@ -231,7 +231,7 @@ def _speed(status: Status) -> str:
     return f"{format_number(round(status.tokens_per_s))} tokens/s{left}"
 
 
-def limit_in_words(cache: Cache, status: Status) -> str:
+def limit_in_words(status: Status) -> str:
     """Say which side the other one waits for."""
     producing = [process for process in status.producers if process.alive]
     following = [process for process in status.consumers if process.alive]
@@ -274,7 +274,7 @@ def _producers(found: list[Process]) -> str:
     return table
 
 
-def _consumers(cache: Cache, found: list[Process]) -> str:
+def _consumers(found: list[Process]) -> str:
     rows = []
     for process in found:
         progress = process.record.get("progress") or {}

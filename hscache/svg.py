@@ -14,18 +14,19 @@ from hscache.report import format_number
 
 WIDTH, HEIGHT = 520, 170
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 10, 26
+_LABELS = 8
+"""Of bars, at most."""
+_STRIP_COLUMNS = 80
 
 Format = Callable[[float], str]
 
 
-def bars(
-    values: Sequence[float], labels: Sequence[str], *, titles: Sequence[str], ticks: int = 8
-) -> str:
-    """Draw upright bars from 0, a label below about `ticks` of them."""
+def bars(values: Sequence[float], labels: Sequence[str], *, titles: Sequence[str]) -> str:
+    """Draw upright bars from 0, a label below some of them."""
     top = _round_up(max(values, default=0))
     plot_width, plot_height = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
     step = plot_width / max(1, len(values))
-    every = max(1, math.ceil(len(values) / ticks))
+    every = max(1, math.ceil(len(values) / _LABELS))
     parts = [_grid(0, top, format_number_short, log=False)]
     for index, (value, label, title) in enumerate(zip(values, labels, titles, strict=True)):
         height = plot_height * value / top
@@ -106,7 +107,7 @@ def lines(
     return _svg(parts, width, height)
 
 
-def rows(items: Sequence[tuple[str, float, str]], *, color: int = 0) -> str:
+def rows(items: Sequence[tuple[str, float, str]]) -> str:
     """Draw lying bars, one a line: (label, value, text behind the bar)."""
     top = max((value for _, value, _ in items), default=0) or 1
     height = 24 * len(items) + 6
@@ -117,17 +118,17 @@ def rows(items: Sequence[tuple[str, float, str]], *, color: int = 0) -> str:
         length = (WIDTH - left - 90) * value / top
         parts += [
             _text(left, y + 12, label, "end"),
-            f'<rect class="c{color}" x="{left + 10}" y="{y}" width="{max(length, 1):.1f}" '
+            f'<rect class="c0" x="{left + 10}" y="{y}" width="{max(length, 1):.1f}" '
             f'height="16" rx="2"><title>{escape(label)}: {escape(text)}</title></rect>',
             _text(left + 18 + length, y + 12, text, "start"),
         ]
     return _svg(parts, WIDTH, height, f' style="max-width:{WIDTH}px"')
 
 
-def strip(cells: Sequence[tuple[str, str]], *, columns: int = 80) -> str:
+def strip(cells: Sequence[tuple[str, str]]) -> str:
     """Draw a grid of cells, each (class, title), row by row."""
     size, gap = 12, 2
-    columns = min(columns, max(1, len(cells)))
+    columns = min(_STRIP_COLUMNS, max(1, len(cells)))
     parts = [
         f'<rect class="{kind}" x="{index % columns * (size + gap)}" '
         f'y="{index // columns * (size + gap)}" width="{size}" height="{size}" rx="2">'

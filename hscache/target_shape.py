@@ -70,10 +70,10 @@ class TargetShape:
         keys = self.num_key_value_heads * self.head_dim
         return mlp + hidden * ((3 if self.output_gate else 2) * queries + 2 * keys)
 
-    def weight_bytes(self, num_blocks: int, dtype_bytes: int = 2) -> int:
-        """Return the bytes of embedding and first blocks: what capture holds, without a head."""
+    def weight_bytes(self, num_blocks: int) -> int:
+        """Return the bytes, as bf16, of embedding and first blocks: what capture holds."""
         blocks = sum(self.block_weights(kind) for kind in self.block_kinds[:num_blocks])
-        return dtype_bytes * (self.embedding_weights + blocks)
+        return 2 * (self.embedding_weights + blocks)
 
     @property
     def frozen_bytes(self) -> int:

@@ -27,7 +27,7 @@ from hscache.errors import (
 )
 from hscache.fingerprint import config_sha256
 from hscache.freeing import is_freed
-from hscache.plan import Plan, corpus_sha256
+from hscache.plan import corpus_sha256
 from hscache.progress import Progress, configure_logging
 from hscache.reader import Cache, open_cache
 from hscache.report import format_table
@@ -83,7 +83,7 @@ def verify(cache: Cache, *, deep: bool, threads: int = 4) -> list[Damage]:
         *_attempt("frozen", lambda: _check_tokenizer(cache)),
     ]
     shards = cache.published_shards()
-    tokens = {shard: _num_tokens(cache.plan, shard) for shard in shards}
+    tokens = {shard: cache.plan.shard_tokens(shard) for shard in shards}
     progress = Progress(sum(tokens.values()), unit="tokens", label="verify")
     with ThreadPoolExecutor(threads) as pool, progress:
         results = pool.map(lambda shard: check_shard(cache, shard, deep), shards)
@@ -93,18 +93,11 @@ def verify(cache: Cache, *, deep: bool, threads: int = 4) -> list[Damage]:
     return damaged
 
 
-def _attempt(
-    part: str, check: Callable[[], None], documents: tuple[int, ...] = ()
-) -> Iterator[Damage]:
+def _attempt(part: str, check: Callable[[], None]) -> Iterator[Damage]:
     try:
         check()
     except HscacheError as error:
-        yield Damage(part=part, problem=str(error), documents=documents)
-
-
-def _num_tokens(plan: Plan, shard: int) -> int:
-    rows = plan.shard_documents(shard)
-    return int(plan.offsets[rows.stop] - plan.offsets[rows.start])
+        yield Damage(part=part, problem=str(error))
 
 
 def _check_plan(cache: Cache, deep: bool) -> None:

@@ -29,6 +29,8 @@ from hscache.zarr_array import (
 )
 
 _PIECE_BYTES = 1 << 19
+_METADATA_BYTES = 1 << 26
+"""No metadata file of ours is larger."""
 
 
 class ZarrArrayReader:
@@ -258,12 +260,12 @@ def is_there(path: Path) -> bool:
     return True
 
 
-def read_small_file(path: Path, limit_bytes: int = 1 << 26) -> bytes:
+def read_small_file(path: Path) -> bytes:
     """Return a metadata file's bytes; raise ShardCorruptError if it cannot be one of ours."""
     descriptor = open_regular(path)
     try:
         size = os.fstat(descriptor).st_size
-        if size > limit_bytes:
+        if size > _METADATA_BYTES:
             raise _corrupt(path, f"{size:,} bytes is too large for metadata")
         return _pread(descriptor, size, 0, path)
     finally:
