@@ -205,7 +205,7 @@ class Stages:
             raise HscacheError(
                 f"document {documents[0]} of shard {shard}, {tokens:,} tokens, alone does not fit "
                 f"the memory of {self._target.device}: {error}. Use a GPU with more memory, or a "
-                "smaller data.max_length in a new cache; published shards are kept."
+                "smaller data.max_tokens in a new cache; published shards are kept."
             ) from error
         self.token_budget = -(-tokens // 2)
         if not self._warned:

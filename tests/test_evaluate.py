@@ -17,7 +17,8 @@ from hscache.reader import open_cache
 from hscache.zarr_array import canonical_json, checksum_hex
 from trainer import cli
 from trainer.config import EvalConfig
-from trainer.evaluate import _require_frozen, run
+from trainer.decode_prompts import _require_frozen
+from trainer.evaluate import run
 from trainer.fit import fit
 from trainer.frozen import load_frozen
 from trainer.run_folder import STATE, list_checkpoints

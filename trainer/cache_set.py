@@ -274,7 +274,7 @@ def identities_of(cache: Cache) -> dict[str, Any]:
 def _recorded(cache: Cache) -> dict[str, Any]:
     identity = to_dict(cache.identity)
     if not cache.identity.window.shards:
-        del identity["window"]  # as it was before there were windows
+        del identity["window"]  # checkpoints of whole caches have none, of any version
     return identity
 
 

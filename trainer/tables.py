@@ -10,6 +10,7 @@ Axes: T tokens of one document.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +28,14 @@ class TokenDocument(Protocol):
     @property
     def loss_mask(self) -> Any:
         """Non-zero where supervised, [T]."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A `TokenDocument` of arrays at hand."""
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
 
 
 class TableDrafter(Protocol):
