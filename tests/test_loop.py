@@ -18,8 +18,9 @@ from trainer.drafter_folder import load_drafter
 from trainer.fit import fit
 from trainer.metrics import is_evaluation
 from trainer.ranks import Ranks
+from trainer.run_arithmetic import checkpoint_size
 from trainer.run_folder import best_checkpoint, list_checkpoints
-from trainer.run_plan import checkpoint_size, plan_run
+from trainer.run_plan import plan_run
 from trainer.schedule import Position, Share, joint_position
 
 LENGTHS = np.random.default_rng(4).integers(8, 40, 60).tolist()

@@ -19,7 +19,8 @@ from hscache.manifest import encode_group
 from hscache.reader import open_cache
 from trainer.checkpoint import read_state
 from trainer.fit import fit
-from trainer.run_plan import describe, plan_run
+from trainer.run_arithmetic import describe
+from trainer.run_plan import plan_run
 
 CORPUS = documents([30] * 20, held_out=(0, 1))
 

@@ -35,8 +35,9 @@ from trainer.config import FitConfig
 from trainer.follow import require_unseen_kept, require_window, wait_for_cache
 from trainer.loop import train
 from trainer.ranks import RankLostError, Ranks, connected, launch_of
+from trainer.run_arithmetic import checkpoint_size, describe, require_room
 from trainer.run_folder import list_checkpoints, require_space
-from trainer.run_plan import RunPlan, checkpoint_size, describe, plan_run, require_room
+from trainer.run_plan import RunPlan, plan_run
 from trainer.run_state import resume_training, start_training, training_state
 from trainer.training import Training
 

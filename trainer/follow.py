@@ -27,8 +27,9 @@ from hscache.window import num_acknowledged, slots_needed
 from trainer.bad_shards import manifest_or_none
 from trainer.config import FitConfig
 from trainer.row_reader import LOOK_S
+from trainer.run_arithmetic import checkpoint_size
 from trainer.run_folder import list_checkpoints
-from trainer.run_plan import RunPlan, checkpoint_size
+from trainer.run_plan import RunPlan
 from trainer.schedule import Position, tick_rows
 
 log = logging.getLogger(__name__)
