@@ -103,7 +103,10 @@ class Tally:
 
 @contextmanager
 def open_output(path: Path, settings: dict[str, Any]) -> Iterator[BinaryIO]:
-    """Open the output for appending, alone; its settings are on disk before its first row."""
+    """Open the output for appending, alone; its settings are on disk before its first row.
+
+    Raises ConfigError when it cannot be written, and what `check_settings` does.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         opened = path.open("ab", buffering=0)
@@ -133,7 +136,8 @@ def _write_settings(path: Path, settings: dict[str, Any]) -> None:
 def check_settings(output: Path, settings: dict[str, Any]) -> bool:
     """Return whether the output has rows; raise `CacheMismatchError` if made with other settings.
 
-    An empty one, left by a start that failed, may be filled with any.
+    An empty one, left by a start that failed, may be filled with any. Raises DataError when the
+    record of its settings cannot be read.
     """
     path = _settings_path(output)
     if not output.exists() or not output.stat().st_size:
@@ -198,7 +202,10 @@ def answered_row(
 
 
 def append_row(output: BinaryIO, path: Path, row: dict[str, Any]) -> None:
-    """Append one line by one unbuffered write, so that only a kill inside it can leave a piece."""
+    """Append one line by one unbuffered write, so that only a kill inside it can leave a piece.
+
+    Raises DiskFullError.
+    """
     line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
     with disk_full_named(path):
         num_written = output.write(line)

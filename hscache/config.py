@@ -23,7 +23,7 @@ def spaced_layer_ids(num_target_layers: int, num_features: int) -> tuple[int, ..
     """Return DFlash's choice of layers: block 1 to block L-3, evenly spaced, rounded half to even.
 
     Source: z-lab/dflash, also SpecForge, TorchSpec, ModelOpt and SGLang. 64 layers, 5 features:
-    (1, 16, 31, 46, 61).
+    (1, 16, 31, 46, 61). Raises ConfigError when the target has not so many blocks.
     """
     if num_features == 1:
         return (num_target_layers // 2,)

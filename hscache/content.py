@@ -73,7 +73,10 @@ class ContentCheck:
         self._medians: list[npt.NDArray[np.float64]] = []
 
     def problem(self, document: Bits | Facts) -> str | None:
-        """Return why a document's states cannot be used; if None, remember its norms."""
+        """Return why a document's states cannot be used; if None, remember its norms.
+
+        `document` is its bf16 bits [T, L, H], or what was measured of them.
+        """
         found = document if isinstance(document, Facts) else facts(document)
         if not found.finite:
             return "states that are not finite"

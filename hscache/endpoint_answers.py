@@ -31,7 +31,8 @@ def run_settings(config: RegenerateConfig) -> dict[str, Any]:
     """Return what fixes the answers: the model's name at the server and the sampling.
 
     Not the address: a server may move between two runs. Asks the server for its models, so that a
-    wrong address, a wrong key and a server that is not up are reported at once.
+    wrong address, a wrong key and a server that is not up are reported at once. Raises ConfigError
+    when no model is named and the server has not exactly one.
     """
     names = asyncio.run(_served_models(config))
     model = config.model

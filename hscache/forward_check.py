@@ -30,7 +30,10 @@ def states_facts(
     ids_T: torch.Tensor,
     offsets: Sequence[int],
 ) -> dict[str, Any]:
-    """Run a pack twice, then with its second document changed; say what became of the others."""
+    """Run a pack twice, then with its second document changed; say what became of the others.
+
+    `capture` takes ids int64 [T] and the documents' boundaries and returns states [T, L, H].
+    """
     first = capture(ids_T, offsets)
     found = {
         "finite": bool(first.isfinite().all()),

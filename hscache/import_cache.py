@@ -134,7 +134,11 @@ class Import:
         self._vocab_size = min(int(model.vocab_size), max(vocab.values()) + 1)
 
     def read_corpus(self, poll: Callable[[], None] = lambda: None) -> None:
-        """Make the first pass: ids, masks and shapes of every document, no states."""
+        """Make the first pass: ids, masks and shapes of every document, no states.
+
+        Raises HscacheError when too many are unusable, DataError when none is left to train on or
+        their dtypes differ.
+        """
         num_documents = self.peer.num_documents
         counts: collections.Counter[str] = collections.Counter({"rows in": num_documents})
         documents: list[TokenizedDocument] = []
@@ -272,7 +276,8 @@ class Import:
     def states(
         self, cache: Cache, poll: Callable[[], None], shard: int
     ) -> Iterator[tuple[int, Bits | str]]:
-        """Make the second pass for a shard: yield its documents' states, or why there are none."""
+        """Make the second pass for a shard: yield its documents with bf16 bits [T, L, H], or why
+        there are none."""
         plan = cache.plan
         for document in plan.shard_documents(shard):
             poll()

@@ -85,7 +85,7 @@ def _text(cache: Cache, document: Document) -> str:
 
 
 def token_kinds(loss_mask_T: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint8]:
-    """Return CONTEXT, SUPERVISED or ANCHOR for each token.
+    """Return CONTEXT, SUPERVISED or ANCHOR for each token, [T].
 
     An anchor may be where a supervised token is followed by another one.
     """
@@ -157,7 +157,7 @@ def _norms(cache: Cache, document: Document) -> str:
 
 
 def layer_norms(cache: Cache, document: Document) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
-    """Yield (layer id, L2 norm over hidden of each token) of every stored layer."""
+    """Yield (layer id, L2 norm over hidden of each token, [T]) of every stored layer."""
     states = cache.identity.states
     last = (states.num_target_layers - 1,) if states.last_hidden else ()
     for layer_id in (*states.target_layer_ids, *last):

@@ -40,8 +40,8 @@ def answer_all(
 ) -> None:
     """Decode `todo`, append each answer to `output` when it ends, and keep the tally.
 
-    Raises `UnsupportedTargetError` for targets that cannot decode here, and `StoppedBySignal` once
-    `stop` returns a signal.
+    Raises `UnsupportedTargetError` for targets that cannot decode here, `ConfigError` when
+    `max_new_tokens` leaves no room for a prompt, `StoppedBySignal` once `stop` returns a signal.
     """
     assert config.target is not None
     model, tokenizer = load_generator(config.target, config.dtype, config.device)

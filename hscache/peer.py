@@ -63,8 +63,8 @@ class PeerCache(Protocol):
         ...
 
     def read_states(self, number: int) -> torch.Tensor:
-        """Return a document's states as they are stored; raise `DamagedStates` if a checksum in
-        the file says that they are not."""
+        """Return a document's states in the shape they are stored in, which `to_bits` understands;
+        raise `DamagedStates` if a checksum in the file says that they are not whole."""
         ...
 
 

@@ -61,9 +61,9 @@ class SpecForgeCache:
             yield _document(number, path, sample)
 
     def read_states(self, number: int) -> torch.Tensor:
-        """Return a sample's captured layers, [1, T, L*H].
+        """Return a document's captured layers, [1, T, L*H].
 
-        Torch checks no checksum of a mapped file, so that is done here.
+        Torch checks no checksum of a mapped file, so that is done here; raises DamagedStates.
         """
         path = self._paths[number]
         if path.suffix != ".gz":

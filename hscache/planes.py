@@ -56,7 +56,10 @@ LOSSY: frozenset[Codec] = frozenset({"bitround4", "fp8"})
 
 
 def split(bits: Bits) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Split bf16 bits into exponent (bits 14..7) and significand (sign and 7 mantissa bits)."""
+    """Split bf16 bits into exponent (bits 14..7) and significand (sign and 7 mantissa bits).
+
+    All three have one shape, any.
+    """
     exponent, significand = np.empty(bits.shape, np.uint8), np.empty(bits.shape, np.uint8)
     for rows in blocks(bits):
         _split_block(bits[rows], exponent[rows], significand[rows])
@@ -64,7 +67,7 @@ def split(bits: Bits) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
 
 
 def merge(exponent: npt.NDArray[np.uint8], significand: npt.NDArray[np.uint8]) -> Bits:
-    """Undo `split`: `(e << 7) | (s & 0x7f) | ((s & 0x80) << 8)`."""
+    """Undo `split`, in any shape: `(e << 7) | (s & 0x7f) | ((s & 0x80) << 8)`."""
     bits = np.empty(exponent.shape, np.uint16)
     for rows in blocks(bits):
         _merge_block(exponent[rows], significand[rows], bits[rows])
@@ -72,8 +75,8 @@ def merge(exponent: npt.NDArray[np.uint8], significand: npt.NDArray[np.uint8]) -
 
 
 def bitround(bits: Bits) -> Bits:
-    """Round finite bf16 to 4 mantissa bits, to nearest even; what would become infinite is
-    truncated."""
+    """Round finite bf16 bits, of any shape, to 4 mantissa bits, to nearest even; what would become
+    infinite is truncated."""
     rounded = np.right_shift(bits, _BITROUND_DROPPED, dtype=np.uint16)
     rounded &= 1
     rounded += bits
@@ -99,7 +102,7 @@ def empty_arrays(shape: tuple[int, ...], codec: Codec) -> dict[str, np.ndarray]:
 
 
 def encode(bits_TLH: Bits, codec: Codec) -> dict[str, np.ndarray]:
-    """Return the stored arrays, by name, of one run of tokens.
+    """Return the stored arrays, by name, of one run of tokens: [T, L, H] each, fp8's scale [T, L].
 
     `lossless` and `none` keep every bit. `bitround4` and `fp8` are lossy and expect finite values
     (produce quarantines others). Relative error of a normal value: at most 2^-5 with `bitround4`,
@@ -127,7 +130,7 @@ def encode_into(bits: Bits, codec: Codec, out: dict[str, np.ndarray]) -> None:
 
 
 def decode(arrays: dict[str, np.ndarray], codec: Codec) -> Bits:
-    """Return bf16 bits from the arrays `encode` gave (any slice of tokens and layers)."""
+    """Return bf16 bits [..., H] from the arrays `encode` gave (any slice of tokens and layers)."""
     if codec == "none":
         return arrays["bits"]
     bits = np.empty(next(iter(arrays.values())).shape, np.uint16)
@@ -136,7 +139,7 @@ def decode(arrays: dict[str, np.ndarray], codec: Codec) -> Bits:
 
 
 def decode_into(arrays: dict[str, np.ndarray], codec: Codec, out: Bits) -> None:
-    """As `decode`, into memory given by the caller."""
+    """As `decode`, into memory of the caller's: uint16 in the shape of the states."""
     for rows in blocks(out):
         if codec == "none":
             out[rows] = arrays["bits"][rows]
@@ -149,7 +152,7 @@ def decode_into(arrays: dict[str, np.ndarray], codec: Codec, out: Bits) -> None:
 
 
 def to_float32(bits: Bits) -> npt.NDArray[np.float32]:
-    """Return the values of bf16 bits."""
+    """Return the values of bf16 bits, in their shape."""
     return bits.view(ml_dtypes.bfloat16).astype(np.float32)
 
 

@@ -36,7 +36,7 @@ def encode_states(states: torch.Tensor, codec: Codec) -> dict[str, torch.Tensor]
 
 
 def decode_states(arrays: Mapping[str, torch.Tensor], codec: Codec) -> torch.Tensor:
-    """Return bfloat16 states from their stored arrays; `planes.decode` in torch."""
+    """Return bfloat16 states [..., H] from their stored arrays; `planes.decode` in torch."""
     if codec == "none":
         return arrays["bits"].view(torch.bfloat16)
     if codec == "fp8":

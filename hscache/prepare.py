@@ -34,7 +34,7 @@ from hscache.zarr_array import canonical_json
 
 
 def make_cache_folder(cache_dir: Path) -> None:
-    """Make the cache folder, and say now rather than in an hour that it cannot be written."""
+    """Make the cache folder; raise HscacheError, now rather than in an hour, if it is read-only."""
     try:
         with files.disk_full_named(cache_dir):
             layout.shards_dir(cache_dir).mkdir(parents=True, exist_ok=True)

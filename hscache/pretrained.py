@@ -42,8 +42,10 @@ def load_config(config: TargetConfig) -> tuple[Any, str]:
 
 
 def load_tokenizer(config: TargetConfig, revision: str = "") -> Any:
-    """Return the target's tokenizer, which must be a fast one with a chat template; variables of
-    the template are set in it."""
+    """Return the target's tokenizer, with the variables of its chat template set.
+
+    Raises ConfigError unless it is a fast one and has a chat template.
+    """
     options = pretrained_options(config, revision)
     tokenizer = load_pretrained(AutoTokenizer, config.path, **options)
     if not (tokenizer.is_fast and tokenizer.chat_template):
@@ -84,7 +86,7 @@ def _quiet() -> Iterator[None]:
 
 
 def load_pretrained(loader: Any, path: str, **options: Any) -> Any:
-    """Load a part of a pretrained model; its many errors become one of ours, with the cause.
+    """Load a part of a pretrained model; its many errors become one ConfigError, with the cause.
 
     Code that comes with a model runs only if `options` say so; nobody is asked.
     """
@@ -182,7 +184,7 @@ def find_stop_ids(model: Any, tokenizer: Any) -> set[int]:
 
 
 def check_layer_ids(config: TargetConfig, num_layers: int) -> tuple[int, ...]:
-    """Return the layers to capture, checked against the target's depth."""
+    """Return the layers to capture; raise ConfigError unless the target is deep enough for them."""
     ids = config.target_layer_ids or spaced_layer_ids(num_layers, config.num_features)
     # The last block's output exists only after the final norm in serving engines (dflash.md 1.3).
     bad = [i for i in ids if not 0 <= i < num_layers - 1]

@@ -132,7 +132,11 @@ class Cache:
         self._shard.cache_clear()
 
     def shard_manifest(self, shard: int) -> ShardManifest:
-        """Read a published shard's attributes and nothing else of it; raises as `shard` does."""
+        """Read a published shard's attributes and nothing else of it.
+
+        Raises CacheIncompleteError when it is not there, CacheMismatchError when it belongs to
+        another cache, ShardCorruptError when its attributes are damaged.
+        """
         where = layout.shard_dir(self.path, shard)
         if not self.is_published(shard):
             if where.exists():
@@ -166,8 +170,7 @@ class Cache:
     def shard(self, shard: int) -> Shard:
         """Open a published shard.
 
-        Raises CacheIncompleteError when it is not there, CacheMismatchError when it belongs to
-        another cache, ShardCorruptError when its metadata is damaged.
+        Raises what `shard_manifest` does, and CacheIncompleteError when it was freed.
         """
         return self._shard(shard)
 
@@ -250,7 +253,11 @@ class Document:
         return self._cache.plan.loss_mask(self.row).astype(bool)
 
     def hidden_states(self, layer: int | None = None) -> npt.NDArray[Any]:
-        """Return ml_dtypes.bfloat16 [T, L, H], or [T, H] of the layer with that target_layer_id."""
+        """Return ml_dtypes.bfloat16 [T, L, H], or [T, H] of the layer with that target_layer_id.
+
+        Raises ConfigError when the cache has no such layer, CacheIncompleteError when the shard is
+        not there or the document was quarantined.
+        """
         layer_ids = self._cache.identity.states.target_layer_ids
         if layer is not None and layer not in layer_ids:
             raise ConfigError(f"layer {layer} is not in this cache; it has {list(layer_ids)}.")

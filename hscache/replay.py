@@ -66,7 +66,7 @@ class Replay:
 
 
 def ulp_distance(a: Bits, b: Bits) -> npt.NDArray[np.int32]:
-    """Return how many bf16 numbers lie between two, element by element; -0 and 0 are one."""
+    """Return how many bf16 numbers lie between two of one shape, by element; -0 and 0 are one."""
     return np.abs(_ordinal(a) - _ordinal(b))
 
 

@@ -40,7 +40,10 @@ class Entry:
 def read_flags(
     argv: Sequence[str], fields: Mapping[str, SettingField], positional: str | None
 ) -> tuple[list[Path], list[Entry]]:
-    """Split argv into config files and settings; the value of a list may be several words."""
+    """Split argv into config files and settings; the value of a list may be several words.
+
+    Raises ConfigError for a word or a flag that nothing takes.
+    """
     files: list[Path] = []
     entries: list[Entry] = []
     words = list(argv)
@@ -81,7 +84,10 @@ def read_flags(
 
 
 def read_file(path: Path) -> list[Entry]:
-    """Return the settings of a YAML file with their lines; all scalars stay text here."""
+    """Return the settings of a YAML file with their lines; all scalars stay text here.
+
+    Raises ConfigError where it cannot be read or is no mapping.
+    """
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     except (OSError, UnicodeDecodeError) as error:

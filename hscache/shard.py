@@ -94,7 +94,7 @@ class Shard:
         return self.read_bits(start, start + int(self.cache.plan.lengths[document]), layer_index)
 
     def read_bits(self, start: int, stop: int, layer_index: int | None = None) -> Bits:
-        """Return states of the shard's tokens [start, stop) as bf16 bits."""
+        """Return states of the shard's tokens [start, stop) as bf16 bits, [n, L, H] or [n, H]."""
         num_layers = len(self.cache.identity.states.target_layer_ids)
         layers = range(num_layers) if layer_index is None else [layer_index]
         bits = np.empty((stop - start, len(layers), self._hidden_size), np.uint16)
@@ -163,7 +163,7 @@ class Shard:
         return [(a - start, b - start) for a, b in itertools.pairwise([*cuts, stop])]
 
     def read_arrays(self, document: int, out: dict[str, np.ndarray], first: int = 0) -> None:
-        """Fill the arrays of `out` with a document's, one row a token, without merging planes.
+        """Fill the arrays of `out` with a document's, [n, ...] by name, without merging planes.
 
         `first` is the token to begin with. For loaders that merge on a GPU (`hscache.planes.decode`
         says how). Raises CacheIncompleteError when the document was quarantined, ShardCorruptError

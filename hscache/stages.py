@@ -54,7 +54,10 @@ class Measured:
 
 
 def cut(documents: Sequence[int], lengths: np.ndarray, token_budget: int) -> list[list[int]]:
-    """Cut documents, in order, into packs of at most `token_budget` tokens."""
+    """Cut documents, in order, into packs of at most `token_budget` tokens.
+
+    `lengths` are those of all plan rows. A document longer than the budget is a pack of its own.
+    """
     packs: list[list[int]] = []
     tokens = token_budget + 1
     for document in documents:

@@ -87,7 +87,7 @@ class ZarrArrayReader:
         return out
 
     def read_into(self, out: np.ndarray, start: int, column: int | None = None) -> None:
-        """Fill `out` with the rows from `start` on; as `read`, without a new array.
+        """Fill `out` [n, ...] with the rows from `start` on; as `read`, without a new array.
 
         What `out` held is lost also when this raises. The GIL is free for nearly all of it.
         """

@@ -18,7 +18,7 @@ from hscache.errors import DataError
 
 
 def valid_anchors(loss_mask_T: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Return the positions a whose token and next token are both supervised, sorted."""
+    """Return the positions a whose token and next token are both supervised, sorted, [anchors]."""
     mask_T = np.asarray(loss_mask_T, dtype=bool)
     return np.flatnonzero(mask_T[:-1] & mask_T[1:]).astype(np.int64)
 

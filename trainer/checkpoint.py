@@ -150,7 +150,8 @@ def write_checkpoint(
     `best` makes it the one that the link `best` leads to, until another one is.
 
     `others` lets the other ranks write into the folder meanwhile; it returns when they have, with
-    their files' checksums. Raises DiskFullError; the checkpoints before it are then untouched.
+    their files' checksums. Raises DiskFullError, or CacheMismatchError when another run writes
+    there; the checkpoints before it are then untouched.
     """
     copies = max(1, state.moment_ranks)
     moments_bytes = sum(tensor.nbytes for tensor in snapshot.moments.values())
@@ -193,7 +194,7 @@ def read_state(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1) -> Traine
     """Read a checkpoint's state, and check its files against their checksums.
 
     Rank 0 checks all of them, the others what they load. Raises ShardCorruptError naming the file
-    that is missing, cut or changed.
+    that is missing, cut or changed, CacheMismatchError for one of another version of trainer.
     """
     record = read_record(checkpoint)
     checksums = record.pop("checksums")
@@ -305,7 +306,7 @@ def recorded_states(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def require_same_run(found: TrainerState, expected: TrainerState, checkpoint: Path) -> None:
-    """Refuse to resume under another cache, schedule or setting; the message lists each field."""
+    """Raise CacheMismatchError, listing each field, under another cache, schedule or setting."""
     lines = []
     for part in ("cache", "schedule", "settings"):
         lines += _diff(getattr(found, part), getattr(expected, part), part)

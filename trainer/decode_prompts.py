@@ -68,7 +68,8 @@ def decode_prompts(
 ) -> Decoded:
     """Answer prompts by speculative decoding, check each text against plain greedy decoding.
 
-    Raises DecodeMismatchError when a text differs (in float32), or by more than a tie (bfloat16).
+    Raises CacheMismatchError when the target, its tokenizer or template are not the cache's, and
+    DecodeMismatchError when a text differs (in float32), or by more than a tie (bfloat16).
     """
     path = config.target or cache.identity.states.target
     if Path(path).is_dir() and weights_sha256(path) != cache.identity.states.weights_sha256:

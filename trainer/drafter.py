@@ -277,7 +277,7 @@ def attend(
 def add_and_norm(
     hidden: torch.Tensor, residual: torch.Tensor, norm: RMSNorm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum and its norm."""
+    """Return the sum and its norm, [..., H] both."""
     hidden = hidden + residual
     return hidden, norm(hidden)
 

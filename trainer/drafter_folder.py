@@ -69,7 +69,7 @@ def _require_plain_weights(weights: dict[str, torch.Tensor], where: Path) -> Non
 
 
 def read_config(checkpoint: Path) -> dict[str, Any]:
-    """Return the config.json of a drafter's folder."""
+    """Return the config.json of a drafter's folder; raise ConfigError if it is no JSON object."""
     path = checkpoint / CONFIG
     try:
         config = json.loads(path.read_bytes())

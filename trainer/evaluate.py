@@ -38,7 +38,11 @@ log = logging.getLogger(__name__)
 
 
 def run(config: EvalConfig, *, dry_run: bool = False) -> int:
-    """Run the command and print the table; with `dry_run` only check the inputs."""
+    """Run the command and print the table; with `dry_run` only check the inputs.
+
+    Raises CacheMismatchError when the drafter was trained on other states, ConfigError when there
+    is nothing to measure on.
+    """
     configure_logging()
     device = choose_device(config.device)
     cache = open_cache(config.shards)

@@ -116,7 +116,7 @@ def _verifier(asked: str | None, cache: Cache) -> str:
 
 
 def require_same_states(drafter: DrafterConfig, checkpoint: Path, cache: Cache) -> None:
-    """Refuse a cache of another target, or of other layers of it; the message lists each field.
+    """Raise CacheMismatchError, listing each field, for a cache of another target or other layers.
 
     A published drafter has no record of its training: then only its config can be compared.
     """
@@ -145,7 +145,7 @@ def require_free(output: Path) -> None:
 
 
 def write_export(export: Export, output: Path) -> None:
-    """Write the folder: whole or not at all, and never over another."""
+    """Write the folder: whole or not at all; raise ConfigError rather than write over another."""
     files.make_folder(output.absolute().parent)
     with files.temporary_folder(output.absolute().parent) as folder:
         with files.disk_full_named(output):

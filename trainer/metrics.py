@@ -185,7 +185,10 @@ class MetricsLog:
         return line["step"] <= last
 
     def log(self, step: int, **values: float | None) -> None:
-        """Write one line; a value of None means there was nothing to measure (never 0)."""
+        """Write one line; a value of None means there was nothing to measure (never 0).
+
+        Raises DiskFullError.
+        """
         line = json.dumps({"step": step, **values}).encode() + b"\n"
         with files.disk_full_named(self.path):
             if self._file.write(line) < len(line):

@@ -42,7 +42,10 @@ class RunCurves:
 
 
 def run(config: PlotConfig, *, dry_run: bool = False) -> int:
-    """Draw the picture; with `dry_run` only read the runs."""
+    """Draw the picture; with `dry_run` only read the runs.
+
+    Raises ConfigError without matplotlib, and for a name or a run that it cannot draw.
+    """
     configure_logging()
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(

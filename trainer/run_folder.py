@@ -54,7 +54,10 @@ def mark_best(checkpoint: Path) -> None:
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """Return a checkpoint folder from itself or from its run's folder (then the last one)."""
+    """Return a checkpoint folder from itself or from its run's folder (then the last one).
+
+    Raises ConfigError when it is neither.
+    """
     if (path / CONFIG).is_file() and (path / MODEL).is_file():
         return path
     checkpoints = list_checkpoints(path)

@@ -33,7 +33,7 @@ def stored_shapes(cache: Cache, *, last_hidden: bool = False) -> Shapes:
 
 
 def row_arrays(shapes: Shapes, num_tokens: int) -> dict[str, np.ndarray]:
-    """Allocate the arrays of a row."""
+    """Allocate the arrays of a row, [num_tokens, ...] by name."""
     return {
         name: np.empty((num_tokens, *row_shape), dtype)
         for name, (dtype, row_shape) in shapes.items()
@@ -49,7 +49,7 @@ def row_bytes(shapes: Shapes, num_tokens: int) -> int:
 
 
 def arrays_in(memory: memoryview, shapes: Shapes, num_tokens: int) -> dict[str, np.ndarray]:
-    """Return the arrays of a row as views of `memory`, which has `row_bytes`."""
+    """Return the arrays of a row, [num_tokens, ...] by name, as views of `memory` (`row_bytes`)."""
     arrays, start = {}, 0
     for name, (dtype, row_shape) in shapes.items():
         count = num_tokens * math.prod(row_shape)

@@ -157,7 +157,7 @@ class Training:
             self.work.sums.append(update)
 
     def row_loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (weighted loss sum, number of right predictions) of a row, as this run counts."""
+        """Return (weighted loss sum, number of right predictions), scalars, as this run counts."""
         return row_loss(
             self.drafter,
             self.frozen,
@@ -198,7 +198,8 @@ class Training:
         return weight_sum, int(scored)
 
     def apply_gradients(self, weight_sum: float) -> torch.Tensor:
-        """Divide the gradients, clip them and step; return their norm before clipping."""
+        """Divide the gradients, clip them and step; return their norm before clipping, a scalar on
+        the device."""
         norm = step_optimizers(
             self.optimizers, scale=1 / weight_sum, max_norm=self.optim.clip, rate=self.rate
         )
