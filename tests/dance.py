@@ -1,13 +1,12 @@
 """Producer and trainer in processes of their own on one bounded cache, killed at random instants.
 
-Imported by test_dance.py and tools/soak.py. Processes are forked from a server that has imported
-everything, so that a death costs a tenth of a second and not ten; each runs the command line.
+Imported by test_dance.py and tools/soak.py. Processes are forked (`forked`), so that a death costs
+a tenth of a second; each runs the command line.
 """
 
 import contextlib
 import hashlib
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 from conftest import conversation, save_target, write_jsonl
+from forked import end_with, print_to
 
 from hscache import budget, layout
 from hscache.producers import read_record
@@ -30,13 +30,6 @@ from hscache.window_start import needs_of
 MASK = 1
 STUCK_S = 120.0
 """Without a new shard, checkpoint or freed shard for so long, the dance is deadlocked."""
-
-
-def context():
-    """Return the server to fork from; call it once."""
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["torch", "transformers", "hscache.produce", "trainer.fit"])
-    return server
 
 
 def make_world(folder: Path, num_rows: int) -> Path:
@@ -93,12 +86,8 @@ def child(
     Pauses of up to `pause_s` slow it down; a producer stops dead in the pack after `stall_after`.
     """
     os.environ.update(environment or {})
-    threading.Thread(target=_end_with, args=(owner,), daemon=True).start()
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    end_with(owner)
+    print_to(log)
     import torch
 
     import hscache.admission
@@ -148,13 +137,6 @@ def child(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _end_with(owner: int) -> None:
-    """End this process soon after the one that asked for it: a killed test leaves none behind."""
-    while Path(f"/proc/{owner}").exists():
-        time.sleep(1)
-    os._exit(1)
 
 
 def lineage(ledger: Path, num_ranks: int = 1, *, together: bool = True) -> dict[int, list]:

@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+from forked import Forked
+
 ROOT = Path(__file__).parents[1]
 SETTINGS = {
     "target.target_layer_ids": "0,1,3",
@@ -35,8 +37,13 @@ def command(shard_dir, target_dir, corpus_file, **settings) -> list[str]:
     return [sys.executable, "-m", "hscache.cli", "produce", *flags]
 
 
+def fork(*args, **settings) -> Forked:
+    """Start a producer that need not import anything."""
+    return Forked("hscache", command(*args, **settings)[3:])
+
+
 def start(*args, **settings) -> subprocess.Popen:
-    """Start a producer; its output is kept."""
+    """Start a producer as a user does; its output is kept."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -54,13 +61,13 @@ def start(*args, **settings) -> subprocess.Popen:
     )
 
 
-def finish(process: subprocess.Popen) -> tuple[int, str]:
+def finish(process: subprocess.Popen | Forked) -> tuple[int, str]:
     """Wait for a producer; return its exit code and output."""
     output, _ = process.communicate(timeout=120)
     return process.returncode, output
 
 
-def wait_until(condition, process: subprocess.Popen) -> bool:
+def wait_until(condition, process: subprocess.Popen | Forked) -> bool:
     """Poll until the condition holds (True) or the process has ended (False)."""
     while process.poll() is None:
         with contextlib.suppress(FileNotFoundError):  # a folder was renamed under our eyes

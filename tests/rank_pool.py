@@ -1,11 +1,11 @@
-"""Three gloo ranks that run functions of `rank_checks`, so that torch is imported once."""
+"""Three gloo ranks that run functions of `rank_checks`, forked once for all tests."""
 
-import multiprocessing
 import os
 import traceback
 
 import torch
 import torch.distributed as dist
+from forked import context
 
 SIZE = 3
 
@@ -42,11 +42,11 @@ class RankPool:
 
     def __enter__(self):
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
+        server = context()
         self._connections, self._processes = [], []
         for rank in range(SIZE):
-            mine, theirs = context.Pipe()
-            process = context.Process(
+            mine, theirs = server.Pipe()
+            process = server.Process(
                 target=_serve, args=(rank, self._store.port, theirs), daemon=True
             )
             process.start()

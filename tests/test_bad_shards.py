@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from collections import Counter
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import rank_checks
 import torch
+from forked import context
 from safetensors.torch import load_file
 from trainer_cache import documents, fit_config, make_cache, metrics_of
 
@@ -258,30 +258,25 @@ def test_training_checks_every_file_and_names_it(folder, name):
         read()
 
 
+def fit_and_note_files(folder, run_dir, names):
+    """Train, and write the names of all files that were opened; nothing ends such a hook again."""
+    seen = set()
+    sys.addaudithook(lambda event, args: seen.add(str(args[0])) if event == "open" else None)
+    fit(fit_config(folder, run_dir, passes=1))
+    names.write_text("\n".join(seen))
+
+
 def test_the_list_of_files_is_whole(folder, tmp_path):
     """A file that training opens and the test above does not know would go unchecked."""
-    code = f"""
-import sys
-from pathlib import Path
-sys.path.insert(0, {os.path.dirname(__file__)!r})
-from trainer.fit import fit
-from trainer_cache import fit_config
-seen = set()
-sys.addaudithook(lambda event, args: seen.add(str(args[0])) if event == "open" else None)
-fit(fit_config(Path({str(folder)!r}), Path({str(tmp_path / "run")!r}), passes=1))
-print(*seen, sep="\\n", file=sys.stderr)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment()
-    )
-    opened = {line for line in done.stderr.splitlines() if line.startswith(str(folder))}
+    names = tmp_path / "names"
+    process = context().Process(target=fit_and_note_files, args=(folder, tmp_path / "run", names))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    opened = {line for line in names.read_text().splitlines() if line.startswith(str(folder))}
     opened = {line.removeprefix(f"{folder}/") for line in opened}
     opened = {name.replace(f"shards/{n:06d}", "shards/000002") for name in opened for n in range(9)}
     assert len(opened) > 20
     known = {*READ_BY_TRAINER, "shards/000002/significand/zarr.json", ""}
     assert {name for name in opened if not name.startswith("shards/0")} <= known
     assert {name for name in opened if name.startswith("shards/000002/")} <= known
-
-
-def environment():
-    return {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -4,12 +4,13 @@
 """
 
 import dance
+import forked
 import pytest
 
 
 @pytest.fixture(scope="module")
 def server():
-    return dance.context()
+    return forked.context()
 
 
 @pytest.fixture(scope="module")

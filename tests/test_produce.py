@@ -14,6 +14,7 @@ from producer import (
     array_hashes,
     command,
     finish,
+    fork,
     mtimes,
     published,
     start,
@@ -114,7 +115,7 @@ def test_a_killed_run_continues_and_gives_the_same_bits(
     tmp_path, reference, llama_dir, corpus_file, moment
 ):
     folder = tmp_path / "cache"
-    process = start(folder, llama_dir, corpus_file)
+    process = fork(folder, llama_dir, corpus_file)
     assert wait_until(lambda: moment(folder), process)
     process.kill()
     finish(process)
@@ -149,7 +150,7 @@ def test_two_producers_share_the_work_and_one_may_be_killed(
 
 def test_two_producers_finish_one_cache(tmp_path, reference, llama_dir, corpus_file):
     folder = tmp_path / "cache"
-    processes = [start(folder, llama_dir, corpus_file) for _ in range(2)]
+    processes = [fork(folder, llama_dir, corpus_file) for _ in range(2)]
     for process in processes:
         code, output = finish(process)
         assert code == 0, output
@@ -159,7 +160,7 @@ def test_two_producers_finish_one_cache(tmp_path, reference, llama_dir, corpus_f
 
 def test_sigterm_leaves_nothing_over_and_says_143(tmp_path, reference, llama_dir, corpus_file):
     folder = tmp_path / "cache"
-    process = start(folder, llama_dir, corpus_file)
+    process = fork(folder, llama_dir, corpus_file)
     assert wait_until(lambda: len(published(folder)) >= 2, process)
     process.terminate()
     code, output = finish(process)

@@ -4,8 +4,6 @@ import copy
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from forked import Forked
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -26,6 +25,7 @@ from hscache.pretrained import load_tokenizer
 from hscache.prompts import Prompt, prompt_ids, read_prompts
 from hscache.regenerate import regenerate, run
 from hscache.regenerate_config import RegenerateConfig
+from hscache.settings import to_dict
 
 CHATML = (
     "{% for m in messages %}"
@@ -151,18 +151,15 @@ def long_prompts(tmp_path: Path) -> Path:
 def test_rows_after_kill_9_and_rerun_equal_those_of_an_uninterrupted_run(target, tmp_path):
     prompts = long_prompts(tmp_path)
     killed = config_for(target, prompts, max_new_tokens=200, output=tmp_path / "killed.jsonl")
-    code = (
-        "from pathlib import PosixPath, WindowsPath\n"
-        "from hscache.regenerate_config import RegenerateConfig\n"
-        "from hscache.regenerate import run\n"
-        f"run({killed!r}, dry_run=False)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[1])
+    file = tmp_path / "killed.json"
+    file.write_text(json.dumps(to_dict(killed)))
+    process = Forked("hscache", ["regenerate", "--config", str(file)])
     try:
         wait_for_lines(killed.output, 3)
     finally:
         process.kill()
-    assert process.wait() == -signal.SIGKILL
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
     num_before = killed.output.read_bytes().count(b"\n")
     summary = regenerate(killed)
     assert 3 <= num_before == summary.num_already_done < 60

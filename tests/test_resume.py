@@ -1,18 +1,16 @@
 """A run that is killed or stopped and resumed ends bit for bit like one that never stopped."""
 
 import json
-import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from forked import Forked
 from safetensors.torch import load_file
 from trainer_cache import documents, fit_config, make_cache, metrics_of, random_bits
 
@@ -79,16 +77,12 @@ def assert_same_run(found, expected):
     assert timeless(found) == timeless(expected)
 
 
-def start(cache, run_dir, *flags) -> subprocess.Popen:
+def start(cache, run_dir, *flags) -> Forked:
     """`trainer fit` in a process of its own, with the settings of `config_of`."""
     file = run_dir.with_suffix(".json")
     if not file.exists():
         file.write_text(json.dumps(settings_of(cache, run_dir)))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "trainer.cli", "fit", "--config", str(file), *flags],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT,
-    )  # fmt: skip
+    return Forked("trainer", ["fit", "--config", str(file), *flags])
 
 
 def settings_of(cache, run_dir):

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import dance  # noqa: E402
+import forked  # noqa: E402
 
 
 def main() -> int:
@@ -32,7 +33,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where caches and runs go; default: /tmp")
     arguments = parser.parse_args()
     base = Path(tempfile.mkdtemp(prefix="soak-", dir=arguments.folder))
-    server = dance.context()
+    server = forked.context()
     large = dance.Dance(server, dance.make_world(base / "world", 110), base / "large")
     small = dance.Dance(server, dance.make_world(base / "few", 16), base / "small")
     reports, failed = [], []
