@@ -7,7 +7,6 @@ temporary folder, and publishes by rename. A crash, an error or a full disk publ
 import contextlib
 from concurrent.futures import Executor
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -72,12 +71,7 @@ class ShardWriter:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def add(self, document: int, bits_TLH: Bits) -> None:

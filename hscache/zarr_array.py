@@ -19,7 +19,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
@@ -205,12 +204,7 @@ class ZarrArrayWriter:
     def __enter__(self) -> "ZarrArrayWriter":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # What matters was flushed by `close`, which has said so if it failed.
         with contextlib.suppress(OSError):
             self._file.close()

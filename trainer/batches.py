@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, fields
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -94,12 +93,7 @@ class Loader:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopped.set()
         while self._thread.is_alive():  # it may be blocked on a full queue
             with contextlib.suppress(queue.Empty):

@@ -12,7 +12,6 @@ import math
 import os
 import time
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -200,13 +199,8 @@ class Follower:
         self._registration.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._registration.__exit__(kind, value, trace)
+    def __exit__(self, *error: object) -> None:
+        self._registration.__exit__(*error)
 
     def why_save(self, position: Position, starved_s: float) -> str:
         """Return why a starving run should save at once, "" if it need not; say what it waits for.

@@ -92,7 +92,17 @@ def train(run: RunPlan, training: Training, device: torch.device, saved: Path | 
         writer = stack.enter_context(CheckpointWriter())
         stack.enter_context(loader)
         stack.enter_context(progress)
-        loop = _Loop(run, training, loader, stop, metrics, writer, progress, follower, saved)
+        loop = _Loop(
+            run,
+            training,
+            loader=loader,
+            stop=stop,
+            metrics=metrics,
+            writer=writer,
+            progress=progress,
+            follower=follower,
+            saved=saved,
+        )
         return loop.run()
 
 
@@ -101,6 +111,7 @@ class _Loop:
         self,
         run: RunPlan,
         training: Training,
+        *,
         loader: Loader,
         stop: Callable[[], int | None],
         metrics: MetricsLog | None,
