@@ -12,6 +12,10 @@ import numpy as np
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Processes that share the cores: more threads in each would only wait for one another, which
+    # makes the tests eight times as long.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
