@@ -31,6 +31,11 @@ CORPUS = documents([30] * 30, held_out=(0, 1))
 WINDOW = WindowIdentity(shards=2, passes=2, reserve=1)
 
 
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr("hscache.admission._WAIT_S", 0.001)
+
+
 @pytest.fixture
 def cache(tmp_path):
     """Shard 0 is held out, 1 to 7 are for training; none is there yet."""
@@ -212,7 +217,6 @@ def test_missing_inodes_are_named(cache, monkeypatch, caplog):
 def test_another_program_that_fills_the_disk_makes_a_pause_within_a_shard(cache, monkeypatch):
     left = iter([0, 0, 10**9])
     monkeypatch.setattr(budget, "free_bytes", lambda where: next(left))
-    monkeypatch.setattr("hscache.admission._WAIT_S", 0.001)
     polls = []
     with Producer(cache.path) as producer:
         Admission(cache, producer, lambda: polls.append(1), 10**15).poll()
