@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hscache import budget, files, layout, producers
-from hscache.consumers import Consumer, describe_consumer, read_consumers
+from hscache.consumers import NOT_RUNNING, Consumer, describe_consumer, read_consumers
+from hscache.errors import DiskFullError
 from hscache.freeing import delete_arrays, free_shard, freed_shards, is_freed
 from hscache.reader import Cache
 from hscache.report import format_bytes
@@ -54,7 +55,11 @@ class Admission:
         consumers: list[Consumer] = []
         if self._window.shards:
             consumers = read_consumers(self._cache.path)
-            self._free(consumers)
+            try:
+                self._free(consumers)
+            except DiskFullError:
+                self._reason = self._no_tombstone()
+                return None
             first = plan.training_shards.start
             limit = min(limit, first + first_closed(self._lowest - first, self._window))
         shard = self._producer.claim_next(limit)
@@ -75,7 +80,10 @@ class Admission:
     def free_what_is_done(self) -> None:
         """Free what the consumers are done with, at the end; the rest waits for the next start."""
         if self._window.shards:
-            self._free(read_consumers(self._cache.path))
+            try:
+                self._free(read_consumers(self._cache.path))
+            except DiskFullError:
+                log.warning("%s and `hscache produce` is run once more", self._no_tombstone())
 
     def wait(self) -> None:
         """Say why there is no shard, once and then now and again, and sleep a little."""
@@ -98,12 +106,16 @@ class Admission:
         self._looked_s = time.monotonic()
 
     def _say(self, reason: str) -> None:
-        # Figures in a reason change all the time; its first words tell reasons apart.
+        # Figures in a reason change all the time; its first words tell reasons apart, and whether
+        # somebody has vanished who was there.
         kind, now_s = reason.split(":")[0].split("(")[0], time.monotonic()
+        kind += f", {reason.count(NOT_RUNNING)} {NOT_RUNNING}"
         if kind != self._last_said or now_s - self._said_s > _SAY_AGAIN_S:
             log.info("waiting: %s", reason)
             self._producer.report(waiting=reason)
             self._last_said, self._said_s, self._paused = kind, now_s, True
+        else:
+            self._producer.note(waiting=reason)
 
     def _free(self, consumers: Sequence[Consumer]) -> None:
         training = self._cache.plan.training_shards
@@ -199,6 +211,13 @@ class Admission:
         if self._window.shards:
             for shard in range(self._cache.plan.training_shards.start, self._lowest):
                 delete_arrays(self._cache, shard)
+
+    def _no_tombstone(self) -> str:
+        return (
+            f"the disk is full: shard {self._lowest} is done with, and its place cannot be freed, "
+            f"for the note that stays needs a few kB of the filesystem of {self._cache.path} "
+            f"({files.free_space(self._cache.path)}). It goes on when something is deleted"
+        )
 
     def _other_program_took_room(self) -> str:
         kept = 0

@@ -21,7 +21,7 @@ from typing import Any
 
 from hscache import files, layout
 from hscache.config import ConsumersConfig
-from hscache.errors import ConfigError, HscacheError, ShardCorruptError
+from hscache.errors import ConfigError, DiskFullError, HscacheError, ShardCorruptError
 from hscache.producers import BEAT_S, is_alive, this_process
 from hscache.progress import configure_logging
 from hscache.reader import Cache, open_cache
@@ -30,6 +30,8 @@ from hscache.window import num_acknowledged
 from hscache.zarr_array import canonical_json, checksum_hex
 
 log = logging.getLogger(__name__)
+
+NOT_RUNNING = "not running"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,11 @@ class Consumer:
         """Whether it has made all of its passes."""
         return self.progress.ticks >= self.progress.num_ticks
 
+    @property
+    def state(self) -> str:
+        """In words: finished, following or not running."""
+        return "finished" if self.finished else "following" if self.alive else NOT_RUNNING
+
     def acknowledged(self, num_shards: int) -> int:
         """Return how many training shards, from the first, it is done with."""
         p = self.progress
@@ -87,6 +94,8 @@ class Registration:
         self._path = layout.consumers_dir(cache_dir) / f"{self.name}.json"
         self._run_dir = str(run_dir.resolve())
         self.progress = progress
+        self._untold = False
+        self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="consumer", daemon=True)
 
@@ -110,11 +119,39 @@ class Registration:
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
         self._thread.join()
+        if self._untold:
+            try:
+                self._write()
+            except DiskFullError as error:
+                if value is None:
+                    raise
+                log.error("the producer does not know of the last checkpoint: %s", error)
 
     def acknowledge(self, progress: Progress) -> None:
-        """Say what a checkpoint contains, which is durable by now."""
-        self.progress = progress
-        self._write()
+        """Say what a checkpoint contains, which is durable by now.
+
+        A disk that is full just now does not end the run: it is said again with each sign of life,
+        and leaving the context raises DiskFullError if that was in vain.
+        """
+        with self._lock:
+            self.progress = progress
+            self._tell()
+
+    def _tell(self) -> None:
+        try:
+            self._write()
+        except DiskFullError:
+            if not self._untold:
+                log.warning(
+                    "the disk of %s is full (%s): the producer cannot be told of the last "
+                    "checkpoint, and frees nothing until it is; training goes on, and this is "
+                    "tried again", self._path.parent, files.free_space(self._path),
+                )  # fmt: skip
+            self._untold = True
+        else:
+            if self._untold:
+                log.info("the producer knows of the last checkpoint now")
+            self._untold = False
 
     def _write(self) -> None:
         record = {
@@ -128,7 +165,11 @@ class Registration:
     def _beat(self) -> None:
         while not self._stopped.wait(BEAT_S):
             try:
-                os.utime(self._path)
+                with self._lock:
+                    if self._untold:
+                        self._tell()
+                    else:
+                        os.utime(self._path)
             except FileNotFoundError:
                 log.warning(
                     "%s is gone: somebody dropped this run, and shards it has not seen may be "
@@ -174,10 +215,10 @@ def _read(path: Path) -> Consumer | None:
 
 def describe_consumer(consumer: Consumer, num_shards: int) -> str:
     """Say in words who it is, how far, and when it was last seen."""
-    state = "finished" if consumer.finished else "following" if consumer.alive else "not running"
+    seen = format_seconds(consumer.silent_s)
     return (
         f"{consumer.name} ({consumer.acknowledged(num_shards)} of {num_shards} shards "
-        f"acknowledged, {state}, last sign of life {format_seconds(consumer.silent_s)} ago)"
+        f"acknowledged, {consumer.state}, last sign of life {seen} ago)"
     )
 
 
@@ -217,10 +258,9 @@ def describe_consumers(cache: Cache) -> str:
     num_shards = len(cache.plan.training_shards)
     rows = []
     for c in consumers:
-        state = "finished" if c.finished else "following" if c.alive else "not running"
         done = f"{c.acknowledged(num_shards)} of {num_shards}"
         p, seen = c.progress, f"{format_seconds(c.silent_s)} ago"
-        rows.append([c.name, state, done, f"{p.ticks} of {p.num_ticks}", p.step, seen, c.run_dir])
+        rows.append([c.name, c.state, done, f"{p.ticks} of {p.num_ticks}", p.step, seen, c.run_dir])
     headers = ["consumer", "state", "shards done", "ticks", "step", "last seen", "run"]
     table = format_table(headers, rows)
     if any(not c.alive and not c.finished for c in consumers):

@@ -101,8 +101,13 @@ class Producer:
         return found
 
     def report(self, **figures: Any) -> None:
-        """Publish progress figures with the heartbeat."""
+        """Publish progress figures at once."""
         self._update(**figures)
+
+    def note(self, **figures: Any) -> None:
+        """Publish figures with the next heartbeat."""
+        with self._lock:
+            self._record.update(figures)
 
     def claims_of_others(self) -> str:
         """Say which shards are in whose hands."""
@@ -129,6 +134,8 @@ class Producer:
             try:
                 temporary.write_bytes(canonical_json({**self._record, "time": time.time()}))
                 os.replace(temporary, self._path)
+            except OSError:
+                os.utime(self._path)  # needs no room: others must not take this one for dead
             finally:
                 temporary.unlink(missing_ok=True)
 

@@ -241,9 +241,14 @@ def limit_in_words(status: Status) -> str:
         if isinstance(wait := _metrics_of(process).get("perf/data_wait"), int | float)
     ]
     waiting = max(waits, default=0.0)
+    reasons = [str(process.record.get("waiting") or "") for process in producing]
+    if reasons and all(reasons):
+        return f"the producer waits: {reasons[0]}"
     if status.window_shards and status.on_disk >= status.window_shards and not status.complete:
         if not following:
-            return "the window is full and nobody trains: start `trainer fit --follow`"
+            gone = ", ".join(p.name for p in status.consumers if not _is_finished(p))
+            resume = f"resume {gone}, or " if gone else ""
+            return f"the window is full and nobody trains: {resume}start `trainer fit --follow`"
         return "the trainer: the window is full, and producers wait for shards to be freed"
     if following and waiting > _WAITING:
         if not producing and not status.complete:
@@ -260,7 +265,9 @@ def _producers(found: list[Process]) -> str:
     rows = []
     for process in found:
         record = process.record
-        state = "producing" if process.alive else "DEAD"
+        state = "waiting" if record.get("waiting") else "producing"
+        if not process.alive:
+            state = "DEAD"
         if process.alive and process.silent_s > producers.STALE_S:
             state = "STUCK"
         rows.append(
@@ -280,8 +287,9 @@ def _consumers(found: list[Process]) -> str:
         progress = process.record.get("progress") or {}
         ticks, num_ticks = progress.get("ticks", 0), progress.get("num_ticks") or 0
         metrics = _metrics_of(process)
-        finished = bool(num_ticks) and ticks >= num_ticks
-        state = "finished" if finished else "training" if process.alive else "not running"
+        state = (
+            "finished" if _is_finished(process) else "training" if process.alive else "not running"
+        )
         rate = metrics.get("perf/tokens_per_s")
         wait = metrics.get("perf/data_wait")
         rows.append(
@@ -292,6 +300,12 @@ def _consumers(found: list[Process]) -> str:
         )  # fmt: skip
     headers = ["consumer", "state", "ticks saved", "step", "tokens/s", "waits", "last sign of life"]
     return format_table(headers, rows)
+
+
+def _is_finished(process: Process) -> bool:
+    progress = process.record.get("progress") or {}
+    num_ticks = progress.get("num_ticks") or 0
+    return bool(num_ticks) and progress.get("ticks", 0) >= num_ticks
 
 
 def _metrics_of(process: Process) -> dict[str, Any]:

@@ -5,10 +5,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 from cache_maker import make_identity
-from trainer_cache import documents, random_bits
+from trainer_cache import documents, fill_disk, random_bits, small_disk
 from trainer_cache import publish as write_shard
 
 from hscache import budget, files, layout
@@ -16,13 +17,20 @@ from hscache.admission import Admission
 from hscache.cli import main as hscache
 from hscache.config import DataConfig, ProduceConfig, TargetConfig
 from hscache.consumers import Progress, Registration, consumer_name, read_consumers
-from hscache.errors import CacheIncompleteError, ConfigError, HscacheError, ShardCorruptError
+from hscache.errors import (
+    CacheIncompleteError,
+    ConfigError,
+    DiskFullError,
+    HscacheError,
+    ShardCorruptError,
+)
 from hscache.freeing import free_shard
 from hscache.inspect import describe_cache, look_at
 from hscache.manifest import WindowIdentity, encode_group
 from hscache.plan import deal_into_shards, write_plan
 from hscache.producers import Producer, read_record
 from hscache.reader import open_cache
+from hscache.status import limit_in_words, look
 from hscache.verify import verify
 from hscache.window import visit_stride
 from hscache.zarr_array import canonical_json, checksum_hex
@@ -39,7 +47,10 @@ def short_waits(monkeypatch):
 @pytest.fixture
 def cache(tmp_path):
     """Shard 0 is held out, 1 to 7 are for training; none is there yet."""
-    folder = tmp_path / "cache"
+    return begin(tmp_path / "cache")
+
+
+def begin(folder):
     layout.shards_dir(folder).mkdir(parents=True)
     shards = deal_into_shards(CORPUS, 120, seed=0)
     identity = make_identity(
@@ -224,6 +235,86 @@ def test_another_program_that_fills_the_disk_makes_a_pause_within_a_shard(cache,
     assert next(left, None) is None
 
 
+def test_a_full_disk_ends_neither_side_and_both_go_on_when_there_is_room(
+    tmp_path, monkeypatch, caplog
+):
+    caplog.set_level("INFO")
+    monkeypatch.setattr("hscache.consumers.BEAT_S", 0.02)
+    with small_disk(tmp_path / "disk", "2m"):
+        cache = begin(tmp_path / "disk" / "cache")
+        with Producer(cache.path) as producer, follower(cache, tmp_path / "a") as a:
+            admission = admission_of(cache, producer, 10**6)
+            assert fill(cache, admission) == [0, 1, 2, 3]
+            a.acknowledge(dataclasses.replace(a.progress, ticks=2))
+            filler = fill_disk(tmp_path / "disk")
+            assert admission.next_shard() is None  # shard 1 cannot have its tombstone
+            admission.wait()
+            assert "the disk is full: shard 1 is done with" in caplog.text
+            admission.free_what_is_done()
+            a.acknowledge(dataclasses.replace(a.progress, ticks=3))
+            time.sleep(0.1)
+            assert caplog.text.count("the producer cannot be told") == 1
+            assert [c.progress.ticks for c in read_consumers(cache.path)] == [2]
+            assert on_disk(cache) == [0, 1, 2, 3]
+            assert {d.part for d in verify(cache, deep=True)} == {"frozen"}  # it has none
+            filler.unlink()
+            while [c.progress.ticks for c in read_consumers(cache.path)] == [2]:
+                time.sleep(0.01)
+            assert fill(cache, admission) == [4, 5]
+            assert on_disk(cache) == [0, 3, 4, 5]
+        assert "the producer knows of the last checkpoint now" in caplog.text
+
+
+def test_a_follower_that_leaves_without_having_been_heard_says_so(tmp_path, caplog):
+    with small_disk(tmp_path / "disk", "1m"):
+        cache = begin(tmp_path / "disk" / "cache")
+
+        def unheard(error):
+            with follower(cache, tmp_path / "a") as a:
+                fill_disk(tmp_path / "disk")
+                a.acknowledge(dataclasses.replace(a.progress, ticks=2))
+                if error:
+                    raise error
+
+        with pytest.raises(DiskFullError, match="consumers/"):
+            unheard(None)
+        (tmp_path / "disk" / "filler").unlink()
+        with pytest.raises(KeyError):  # the first error counts
+            unheard(KeyError)
+        assert "the producer does not know of the last checkpoint" in caplog.text
+
+
+def test_who_vanishes_is_named_at_once_and_the_reason_is_kept_fresh(cache, tmp_path, caplog):
+    caplog.set_level("INFO")
+    with Producer(cache.path) as producer:
+        admission = admission_of(cache, producer)
+        fill(cache, admission)
+        admission.wait()
+        assert "nobody has registered" in caplog.text
+        with follower(cache, tmp_path / "a") as a:
+            assert fill(cache, admission) == []
+            admission.wait()  # of the same kind, so it is not said again yet
+            assert a.name not in caplog.text
+            assert "nobody has registered" in limit_in_words(cache, look(cache))
+            producer.report()  # the next heartbeat
+            assert f"it waits for {a.name}" in limit_in_words(cache, look(cache))
+        bury(layout.consumers_dir(cache.path) / f"{a.name}.json")
+        assert fill(cache, admission) == []
+        admission.wait()
+        assert f"{a.name} (0 of 7 shards acknowledged, not running" in caplog.text
+        assert f"resume {a.name}, or start" in limit_in_words(
+            cache, dataclasses.replace(look(cache), producers=[])
+        )
+
+
+def bury(path):
+    """Let a consumer's entry be that of a process that has died."""
+    record = json.loads(path.read_text())
+    del record["crc32c"]
+    record["owner"]["pid"] = dead_pid()
+    path.write_bytes(canonical_json({**record, "crc32c": checksum_hex(canonical_json(record))}))
+
+
 def test_a_resumed_run_is_the_same_consumer_and_a_dropped_one_holds_nothing(
     cache, tmp_path, capsys
 ):
@@ -249,10 +340,7 @@ def test_the_command_lists_and_drops_vanished_consumers_only_when_told(cache, tm
     with follower(cache, tmp_path / "a", 3):
         pass
     path = layout.consumers_dir(cache.path) / f"{consumer_name(tmp_path / 'a')}.json"
-    record = json.loads(path.read_text())
-    del record["crc32c"]
-    record["owner"]["pid"] = dead_pid()
-    path.write_bytes(canonical_json({**record, "crc32c": checksum_hex(canonical_json(record))}))
+    bury(path)
     assert hscache(["consumers", str(cache.path)]) == 0
     text = capsys.readouterr().out
     assert "not running" in text

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from cache_maker import make_cache
+from trainer_cache import fill_disk, small_disk
 
 from hscache import files, layout
 from hscache.producers import STALE_S, Producer, clean_leftovers, is_alive, read_record
@@ -58,6 +59,16 @@ def test_a_heartbeat_lives_as_long_as_the_producer(cache_dir):
         producer.report(tokens=17)
         assert json.loads(path.read_text())["tokens"] == 17
     assert not list(layout.producers_dir(cache_dir).iterdir())
+
+
+def test_a_producer_on_a_full_disk_is_not_taken_for_dead(tmp_path):
+    with small_disk(tmp_path / "disk", "64k"), Producer(tmp_path / "disk") as producer:
+        [path] = layout.producers_dir(tmp_path / "disk").iterdir()
+        fill_disk(tmp_path / "disk")
+        os.utime(path, (0, 0))
+        producer.report(tokens=17)
+        assert time.time() - path.stat().st_mtime < STALE_S
+        assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
 def test_the_lowest_free_shard_is_claimed(tmp_path):

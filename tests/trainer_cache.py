@@ -193,3 +193,11 @@ def small_disk(folder: Path, size: str):
         yield lambda size: mount(size, "remount")
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill_disk(place: Path) -> Path:
+    """Take all that is free, and more: a program that does not give up."""
+    with open(place / "filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    return place / "filler"
