@@ -12,8 +12,13 @@ from pathlib import Path
 
 from hscache import budget, files, layout, producers
 from hscache.consumers import NOT_RUNNING, Consumer, describe_consumer, read_consumers
-from hscache.errors import DiskFullError
-from hscache.freeing import delete_arrays, free_shard, freed_shards, is_freed
+from hscache.errors import (
+    CacheIncompleteError,
+    CacheUnreadableError,
+    DiskFullError,
+    HscacheError,
+)
+from hscache.freeing import delete_arrays, free_shard, freed_shards, has_arrays, is_freed
 from hscache.reader import Cache
 from hscache.report import format_bytes
 from hscache.window import first_closed, num_freeable
@@ -41,6 +46,7 @@ class Admission:
         self._window = cache.identity.window
         self._reason, self._last_said, self._said_s, self._paused = "", "", 0.0, False
         self._looked_s = 0.0
+        self._damaged: set[int] = set()
         self._lowest = cache.plan.training_shards.start  # of the shards that are not freed
         self.num_freed = 0
         """shards freed by this process"""
@@ -70,6 +76,8 @@ class Admission:
             self._producer.give_back()
             self._reason = why
             return None
+        if shard in plan.training_shards:  # a lower one has been requeued by `hscache repair`
+            self._lowest = min(self._lowest, shard)
         self._producer.start()
         if self._paused:
             log.info("there is room again: going on with shard %d", shard)
@@ -125,11 +133,28 @@ class Admission:
             if not self._cache.is_published(self._lowest):
                 return
             if self._lowest < training.start + done:
-                free_shard(self._cache, self._lowest, names)
+                try:
+                    free_shard(self._cache, self._lowest, names)
+                except CacheIncompleteError:  # `hscache repair` was faster
+                    return
                 self.num_freed += 1
-            elif not is_freed(self._cache, self._lowest):
+            elif not self._is_freed(self._lowest):
                 return
             self._lowest += 1
+
+    def _is_freed(self, shard: int) -> bool:
+        """Of damaged attributes nobody knows: such a shard stays until it is acknowledged, by who
+        skips it, or repaired."""
+        try:
+            return is_freed(self._cache, shard)
+        except CacheUnreadableError:
+            raise
+        except HscacheError as error:
+            if shard not in self._damaged:
+                log.warning("shard %d is in the way of its window until it is repaired, or "
+                            "skipped by all who follow: %s", shard, error)  # fmt: skip
+                self._damaged.add(shard)
+            return False
 
     def _why_none(self, limit: int, consumers: Sequence[Consumer]) -> str:
         if limit == self._cache.plan.num_shards:
@@ -210,7 +235,8 @@ class Admission:
             log.info("removed %d leftovers of producers that died", len(removed))
         if self._window.shards:
             for shard in range(self._cache.plan.training_shards.start, self._lowest):
-                delete_arrays(self._cache, shard)
+                if has_arrays(self._cache, shard) and self._is_freed(shard):
+                    delete_arrays(self._cache, shard)
 
     def _no_tombstone(self) -> str:
         return (

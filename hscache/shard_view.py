@@ -39,7 +39,7 @@ class ShardView:
     def ratio(self) -> float | None:
         """bf16 bytes over stored bytes."""
         m = self.manifest
-        return m.raw_bytes / m.stored_bytes if m and m.num_tokens else None
+        return m.raw_bytes / m.stored_bytes if m and m.stored_bytes else None
 
     @property
     def tokens_per_s(self) -> float | None:

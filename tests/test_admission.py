@@ -24,7 +24,7 @@ from hscache.errors import (
     HscacheError,
     ShardCorruptError,
 )
-from hscache.freeing import free_shard
+from hscache.freeing import free_shard, freed_shards
 from hscache.inspect import describe_cache, look_at
 from hscache.manifest import WindowIdentity, encode_group
 from hscache.plan import deal_into_shards, write_plan
@@ -183,6 +183,60 @@ def test_a_dead_producers_claim_and_bytes_are_taken_over_while_the_disk_is_full(
         assert admission.next_shard() == 2
         assert not temporary.exists()
         assert not neighbour.exists()
+
+
+def test_damaged_attributes_of_the_lowest_shard_hold_its_window_until_all_have_skipped_it(
+    cache, tmp_path, caplog, capsys
+):
+    with Producer(cache.path) as producer, follower(cache, tmp_path / "a") as a:
+        admission = admission_of(cache, producer)
+        fill(cache, admission)
+        (layout.shard_dir(cache.path, 1) / "zarr.json").write_bytes(b"{}")
+        assert fill(cache, admission) == []
+        assert admission.next_shard() is None
+        assert caplog.text.count("shard 1 is in the way of its window until it is repaired") == 1
+        a.acknowledge(dataclasses.replace(a.progress, ticks=3))
+        assert fill(cache, admission) == [4, 5]
+        assert on_disk(cache) == [0, 3, 4, 5]
+        tombstone = cache.shard_manifest(1)
+        assert tombstone.num_tokens == 120
+        assert "does not match its checksum" in tombstone.provenance["damaged"]
+        assert tombstone.provenance["freed"]["acknowledged_by"] == [a.name]
+    assert freed_shards(cache) == [1, 2]
+    assert {damage.part for damage in verify(cache, deep=True)} == {"frozen"}  # it has none
+    assert hscache(["inspect", str(cache.path)]) == 0
+    assert " 1  freed" in capsys.readouterr().out
+
+
+def test_a_damaged_shard_that_is_repaired_meanwhile_is_made_again(cache, tmp_path):
+    with Producer(cache.path) as producer, follower(cache, tmp_path / "a") as a:
+        admission = admission_of(cache, producer)
+        fill(cache, admission)
+        a.acknowledge(dataclasses.replace(a.progress, ticks=2))
+        assert fill(cache, admission) == [4]
+        for shard in (1, 2):  # a tombstone, and the lowest shard
+            (layout.shard_dir(cache.path, shard) / "zarr.json").write_bytes(b"{}")
+        assert freed_shards(cache) == []
+        assert hscache(["repair", str(cache.path)]) == 1  # and it has no frozen parts
+        assert not cache.is_published(2)
+        assert fill(cache, admission) == [1, 2]
+        assert on_disk(cache) == [0, 2, 3, 4]  # 1 is freed again at once
+        admission._clean()
+        assert cache.shard(2).check_files() is None
+
+
+def test_nothing_is_freed_through_a_link(cache, tmp_path):
+    """Deleting what it points to would harm what is no part of the cache."""
+    with Producer(cache.path) as producer, follower(cache, tmp_path / "a") as a:
+        admission = admission_of(cache, producer)
+        fill(cache, admission)
+        elsewhere = layout.shard_dir(cache.path, 1).rename(tmp_path / "elsewhere")
+        layout.shard_dir(cache.path, 1).symlink_to(elsewhere)
+        before = sorted(elsewhere.rglob("*"))
+        a.acknowledge(dataclasses.replace(a.progress, ticks=3))
+        with pytest.raises(ShardCorruptError, match="000001"):
+            admission.next_shard()
+        assert sorted(elsewhere.rglob("*")) == before
 
 
 def test_a_lower_claim_is_waited_for_and_a_higher_one_only_once_it_is_written(cache):

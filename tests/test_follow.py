@@ -177,6 +177,11 @@ def test_a_follower_goes_on_past_damaged_attributes_when_it_may_skip(tmp_path):
     assert {document for document, _ in read_state(saved).skipped} == lost
     consumers = {Path(c.run_dir).name: c for c in read_consumers(folder)}
     assert consumers["skip"].finished
+    (layout.shard_dir(folder, 1) / "zarr.json").write_bytes(b"{}")  # the lowest, from the start
+    fit(config_of(folder, on_bad_shard="skip", run_dir=tmp_path / "lowest"))
+    free_shard(open_cache(folder), 2, ["skip"])
+    with pytest.raises(CacheIncompleteError, match=r"1 shards .* freed, ids 2 to 2"):
+        fit(config_of(folder, on_bad_shard="skip", run_dir=tmp_path / "late"))
 
 
 def test_a_window_too_small_for_the_checkpoints_is_refused_with_what_fits(tmp_path):
