@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -80,12 +81,29 @@ def content_identity(
     )
 
 
-def preview(config: ProduceConfig, tokenizer: Any) -> PlannedCorpus:
-    """Return what the plan would be, or is; leave nothing in the cache folder."""
+def preview(
+    config: ProduceConfig,
+    tokenizer: Any,
+    look: Callable[[PlannedCorpus, Path], None] | None = None,
+) -> PlannedCorpus:
+    """Return what the plan would be, or is; leave nothing in the cache folder.
+
+    `look` is given a folder with the plan itself in it, a temporary one if it is not made yet.
+    """
     _require_answered_so(config)
     key = tokens_key(config.data, tokenizer, config.store.seed)
     made = _made_before(config, _source_sha256(config, key))
-    return made or _deal(config, load_corpus(config.data, tokenizer, config.store.seed))[0]
+    if made is not None:
+        if look:
+            look(made, config.shard_dir)
+        return made
+    with tempfile.TemporaryDirectory(prefix="hscache-") as temporary:
+        corpus = load_corpus(config.data, tokenizer, config.store.seed)
+        planned, shards = _deal(config, corpus)
+        if look:
+            write_plan(Path(temporary), corpus.documents, shards, corpus.report)
+            look(planned, Path(temporary))
+    return planned
 
 
 def make_plan(

@@ -25,11 +25,11 @@ from hscache import __version__, files, layout, producers
 from hscache.admission import Admission
 from hscache.config import ProduceConfig, StoreConfig
 from hscache.content import ContentCheck, count_seen
-from hscache.corpus_plan import preview
+from hscache.corpus_plan import PlannedCorpus, preview
 from hscache.device import choose_device
 from hscache.errors import HscacheError, ShardCorruptError
 from hscache.left_behind import find_left_behind
-from hscache.manifest import ContentIdentity, require_same_identity
+from hscache.manifest import ContentIdentity, WindowIdentity, require_same_identity
 from hscache.packed_forward import kernel_versions
 from hscache.plan import Plan
 from hscache.planes import ARRAYS, Bits
@@ -42,6 +42,7 @@ from hscache.settings import to_dict
 from hscache.signals import raise_on_stop
 from hscache.stages import Measured, Stages, cut
 from hscache.target import Target
+from hscache.window_preview import preview_window
 from hscache.window_start import max_disk_bytes
 from hscache.writer import ShardWriter
 
@@ -304,10 +305,13 @@ def summary(cache: Cache, made: Made, seconds: float, title: str = "produced") -
     return format_table([title, str(cache.path)], rows)
 
 
-def _require_same_content(config: ProduceConfig, content: ContentIdentity) -> None:
-    """Refuse, as the run would, to continue a cache of other tokens or another encoding."""
+def _require_same_content(
+    config: ProduceConfig, content: ContentIdentity, window: WindowIdentity
+) -> None:
+    """Refuse, as the run would, to continue a cache of other tokens, encoding or window."""
     found = open_cache(config.shard_dir).identity
-    expected = dataclasses.replace(found, content=content, encoding=encoding_identity(config.store))
+    encoding = encoding_identity(config.store)
+    expected = dataclasses.replace(found, content=content, encoding=encoding, window=window)
     require_same_identity(found, expected, config.shard_dir)
 
 
@@ -316,10 +320,17 @@ def describe_plan(config: ProduceConfig) -> str:
     choose_device(config.target.device)
     model, _ = load_config(config.target)
     layer_ids = check_layer_ids(config.target, int(model.num_hidden_layers))
-    corpus = preview(config, load_tokenizer(config.target))
+    tokenizer = load_tokenizer(config.target)
+    window = WindowIdentity()
+
+    def look(planned: PlannedCorpus, folder: Path) -> None:
+        nonlocal window
+        window = preview_window(config, model, layer_ids, tokenizer, planned.content, folder)
+
+    corpus = preview(config, tokenizer, look if config.max_disk is not None else None)
     tokens, num_shards = corpus.content.num_tokens, corpus.content.num_shards
     if layout.root_file(config.shard_dir).is_file():
-        _require_same_content(config, corpus.content)
+        _require_same_content(config, corpus.content, window)
     num_stored = len(layer_ids) + config.target.last_hidden
     token_bytes = num_stored * int(model.hidden_size) * 2
     folder = config.shard_dir
@@ -335,4 +346,7 @@ def describe_plan(config: ProduceConfig) -> str:
         ["files", f"about {num_shards * (2 * arrays + 5):,} in shards/"],
         ["disk", files.free_space(folder)],
     ]
+    if config.max_disk is not None:
+        kept = f"{window.shards} shards at a time, {window.reserve} more in reserve"
+        rows.append(["max_disk", f"{config.max_disk}: {kept if window.shards else 'all fit'}"])
     return format_table(["plan", str(folder)], rows)

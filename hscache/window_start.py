@@ -29,13 +29,20 @@ def max_disk_bytes(config: ProduceConfig) -> int | None:
 
 def needs_of(cache_dir: Path, identity: Identity) -> DiskNeeds:
     """Return what the plan in `cache_dir`, whose frozen parts are written, takes at the worst."""
-    beside = (layout.plan_dir(cache_dir), layout.frozen_dir(cache_dir))
-    fixed_bytes = _ROOT_BYTES + sum(budget.used_bytes(folder) for folder in beside)
-    return budget.disk_needs(Plan(cache_dir), identity, fixed_bytes)
+    frozen_bytes = budget.used_bytes(layout.frozen_dir(cache_dir))
+    return planned_needs(cache_dir, identity, frozen_bytes)
 
 
-def window_for(config: ProduceConfig, identity: Identity) -> WindowIdentity:
-    """Return the window of a cache whose plan and frozen parts are written.
+def planned_needs(folder: Path, identity: Identity, frozen_bytes: int) -> DiskNeeds:
+    """Return what the plan in a folder takes at the worst, beside frozen parts of that size."""
+    fixed_bytes = _ROOT_BYTES + budget.used_bytes(layout.plan_dir(folder)) + frozen_bytes
+    return budget.disk_needs(Plan(folder), identity, fixed_bytes)
+
+
+def window_for(
+    config: ProduceConfig, identity: Identity, needs: DiskNeeds | None = None
+) -> WindowIdentity:
+    """Return the window of a cache whose plan and frozen parts are written, or need so much.
 
     Raises ConfigError when the budget is too small, DiskFullError when the disk is smaller than the
     budget, CacheMismatchError with a diff when the cache has been started with another window.
@@ -43,7 +50,7 @@ def window_for(config: ProduceConfig, identity: Identity) -> WindowIdentity:
     limit = max_disk_bytes(config)
     if limit is None:
         return WindowIdentity()
-    needs = needs_of(config.shard_dir, identity)
+    needs = needs or needs_of(config.shard_dir, identity)
     if config.retain == "all":
         if limit < needs.all_bytes:
             raise ConfigError(

@@ -448,6 +448,37 @@ def test_a_dry_run_prints_the_plan_and_touches_nothing(tmp_path, llama_dir, corp
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_disk": "100kB"},
+        {"max_disk": "100kB", "retain": "window", "passes": "2"},
+        {"max_disk": "900PB", "retain": "window", "passes": "2"},
+    ],
+)
+def test_a_dry_run_refuses_a_budget_in_the_words_of_the_run(
+    tmp_path, llama_dir, corpus_file, capsys, settings
+):
+    line = command(tmp_path / "cache", llama_dir, corpus_file, **settings)[3:]
+    code = cli.main([*line, "--dry-run"])
+    said = capsys.readouterr()
+    assert not (tmp_path / "cache").exists()
+    if settings["max_disk"] == "900PB":
+        assert code == 0
+        [row] = [x for x in said.out.splitlines() if x.startswith("max_disk")]
+        assert cli.main(line) == 0
+        window = hscache.open(tmp_path / "cache").identity.window
+        assert f"{window.shards} shards at a time, {window.reserve} more in reserve" in row
+        capsys.readouterr()
+        without = command(tmp_path / "cache", llama_dir, corpus_file)[3:]
+        assert cli.main([*without, "--dry-run"]) == cli.main(without) == 1
+        assert capsys.readouterr().err.count("window.shards: the cache has") == 2
+    else:
+        assert (code, cli.main(line)) == (2, 2)
+        assert said.err.splitlines()[-1] == capsys.readouterr().err.splitlines()[-1]
+        assert "max_disk" in said.err
+
+
+@pytest.mark.parametrize(
     ("settings", "code", "complaint"),
     [
         ({"target__target_layer_ids": "0,9"}, 2, "expected increasing block numbers from 0 to 3"),
