@@ -6,6 +6,7 @@ is kept by asking before each shard for all that it may take, for all shards in 
 """
 
 import logging
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -163,17 +164,18 @@ class Admission:
         return f"the window is full ({held}, shard {limit} has no room): {self._who(consumers)}"
 
     def _who(self, consumers: Sequence[Consumer]) -> str:
+        folder = shlex.quote(str(self._cache.path))
         if not consumers:
             return (
                 "nobody has registered to read them; start "
-                f"`trainer fit --follow --shards {self._cache.path}`"
+                f"`trainer fit --follow --shards {folder}`"
             )
         num_shards = len(self._cache.plan.training_shards)
         done = {c.name: c.acknowledged(num_shards) for c in consumers}
         behind = [c for c in consumers if done[c.name] == min(done.values())]
         text = ", ".join(describe_consumer(c, num_shards) for c in behind)
         if any(not c.alive and not c.finished for c in behind):
-            text += f"; `hscache consumers {self._cache.path} --drop NAME` forgets one for good"
+            text += f"; `hscache consumers {folder} --drop NAME` forgets one for good"
         return f"it waits for {text}"
 
     def _lacks_room(self, shard: int, consumers: Sequence[Consumer]) -> str:

@@ -10,6 +10,7 @@ per damaged part with the documents it costs, and exits with 1 if there is one. 
 
 import hashlib
 import json
+import shlex
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -227,8 +228,8 @@ def _summary(cache: Cache, damaged: list[Damage], deep: bool) -> str:
     lines.append(format_table(["damaged", "documents lost", "plan rows"], rows))
     lines += [f"{d.part}: {d.problem}" for d in damaged]
     if any(d.shard is not None and not d.unreadable for d in damaged):
-        flag = " --deep" if deep else ""
-        lines.append(f"`hscache repair {cache.path}{flag}` requeues these shards")
+        command = f"hscache repair {shlex.quote(str(cache.path))}" + deep * " --deep"
+        lines.append(f"`{command}` requeues these shards")
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -359,6 +360,32 @@ def test_who_vanishes_is_named_at_once_and_the_reason_is_kept_fresh(cache, tmp_p
         assert f"resume {a.name}, or start" in limit_in_words(
             cache, dataclasses.replace(look(cache), producers=[])
         )
+
+
+def test_commands_are_quoted_for_the_shell(tmp_path, caplog, capsys):
+    """A folder with a space in it would be two."""
+    caplog.set_level("INFO")
+    cache = begin(tmp_path / "my cache")
+
+    def commands(text):
+        return [shlex.split(command) for command in text.split("`")[1::2]]
+
+    with Producer(cache.path) as producer:
+        admission = admission_of(cache, producer)
+        fill(cache, admission)
+        admission.wait()
+        assert ["trainer", "fit", "--follow", "--shards", str(cache.path)] in commands(caplog.text)
+        with follower(cache, tmp_path / "a"):
+            pass
+        bury(layout.consumers_dir(cache.path) / f"{consumer_name(tmp_path / 'a')}.json")
+        fill(cache, admission)
+        admission.wait()
+        drop = ["hscache", "consumers", str(cache.path), "--drop", "NAME"]
+        assert drop in commands(caplog.text)
+    (layout.shard_dir(cache.path, 1) / "zarr.json").write_bytes(b"{}")
+    assert hscache(["verify", str(cache.path), "--deep"]) == 1
+    repair = ["hscache", "repair", str(cache.path), "--deep"]
+    assert repair in commands(capsys.readouterr().out)
 
 
 def bury(path):

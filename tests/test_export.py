@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -358,7 +359,11 @@ def test_dry_run_prints_and_writes_nothing(published, tmp_path, capsys):
     assert run(config, dry_run=True) == 0
     assert "58" in capsys.readouterr().out
     assert not (tmp_path / "new").exists()
-    assert run(dataclasses.replace(config, checkpoint=published)) == 0
+    config = dataclasses.replace(config, output=tmp_path / "new" / "my 'drafter'")
+    assert run(config) == 0
     printed = capsys.readouterr().out
+    rows = {line.split()[0]: shlex.split(line)[1:] for line in printed.splitlines()[2:]}
+    assert json.loads(rows["vLLM"][-1])["model"] == str(config.output)  # quoted for the shell
+    assert str(config.output) in rows["SGLang"]
     assert '"num_speculative_tokens": 3' in printed  # vLLM counts drafted tokens
     assert "--speculative-num-draft-tokens 4" in printed  # SGLang counts slots

@@ -8,6 +8,7 @@ stays in step with the others, and a run that is resumed skips what the first on
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
@@ -93,10 +94,11 @@ class BadShards:
         self._num_lost += len(errors)
         limit = _MOST_LOST * count_seen(self._num_seen, self._cache.plan.num_documents)
         if self._num_lost > limit:
+            folder = shlex.quote(str(self._cache.path))
             raise HscacheError(
                 f"{self._num_lost:,} documents could not be read, more than half of those seen: "
                 "skipping them is no training any more. Look at the disk and at `hscache verify "
-                f"{self._cache.path} --deep`, and continue with --resume. The last: "
+                f"{folder} --deep`, and continue with --resume. The last: "
                 f"{errors[max(errors)]}"
             )
         return [(plan.documents[place], plan.pass_indices[place]) for place in sorted(errors)]

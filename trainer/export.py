@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,7 @@ def write_export(export: Export, output: Path) -> None:
 
 
 def _describe(config: ExportConfig, checkpoint: Path, export: Export) -> str:
-    drafter = export.drafter
+    drafter, output = export.drafter, shlex.quote(str(config.output))
     num_drafted = drafter.block_size - 1
     size_bytes = sum(t.numel() * t.element_size() for t in export.tensors.values())
     rows = [
@@ -170,7 +171,7 @@ def _describe(config: ExportConfig, checkpoint: Path, export: Export) -> str:
     ]
     if config.format == "speculators":
         verifier = export.config["speculators_config"]["verifier"]["name_or_path"]
-        rows += [["target", verifier], ["vLLM", f"vllm serve {config.output}"]]
+        rows += [["target", verifier], ["vLLM", f"vllm serve {output}"]]
         if len(set(drafter.layer_types)) > 1:
             rows.append(
                 ["warning", "vLLM takes full layers in this format for causal (vllm#56692): zlab"]
@@ -181,11 +182,12 @@ def _describe(config: ExportConfig, checkpoint: Path, export: Export) -> str:
             "model": str(config.output),
             "num_speculative_tokens": num_drafted,
         }
+        speculative_json = shlex.quote(json.dumps(speculative))
         rows += [
-            ["vLLM", f"vllm serve TARGET --speculative-config '{json.dumps(speculative)}'"],
+            ["vLLM", f"vllm serve TARGET --speculative-config {speculative_json}"],
             [
                 "SGLang",
-                f"--speculative-algorithm DFLASH --speculative-draft-model-path {config.output} "
+                f"--speculative-algorithm DFLASH --speculative-draft-model-path {output} "
                 f"--speculative-num-draft-tokens {drafter.block_size}",
             ],
         ]
