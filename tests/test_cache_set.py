@@ -207,6 +207,20 @@ def test_what_one_cache_holds_out_no_other_trains_on(tmp_path, caplog):
     assert len(trained) == 4
 
 
+def test_a_shard_of_a_set_is_there_if_its_own_cache_has_it(tmp_path):
+    """By its number in the set, which may be another shard's number in the first cache."""
+    for name, missing in (("a", (2,)), ("b", (1,))):
+        corpus = documents([20] * 10, seed=ord(name), held_out=(0,))
+        make_cache(tmp_path / name, corpus, shard_tokens=60, leave_out=missing)
+    both = open_caches((tmp_path / "a", tmp_path / "b"))
+    shards = range(both.plan.num_shards)
+    assert [s for s in shards if both.is_published(s)] == both.published_shards()
+    assert len(both.published_shards()) == len(shards) - 2
+    opened = both.caches[1].shard(2)
+    both.release_shards()  # or the disk would keep what is deleted
+    assert both.caches[1].shard(2) is not opened
+
+
 def test_one_cache_in_a_list_is_that_cache(two, tmp_path):
     saved = [fit(fit_config(s, tmp_path / n)) for s, n in ((two[0], "x"), (two[:1], "y"))]
     a, b = (path / "model.safetensors" for path in saved)

@@ -6,11 +6,12 @@ import pytest
 import torch
 from test_batches import LENGTHS, assert_same, run_of
 from test_row_process import processes
-from trainer_cache import coded_bits, documents, make_cache
+from trainer_cache import coded_bits, documents, fit_config, make_cache
 
 from hscache import layout
 from trainer.batches import Loader
 from trainer.row_processes import threads_of_processes
+from trainer.run_plan import plan_run
 from trainer.schedule import Share
 
 CPU = torch.device("cpu")
@@ -64,6 +65,18 @@ def test_what_any_process_skips_is_told_at_the_end_of_its_step(tmp_path):
     wanted = steps_of(run, task, separate=False)
     assert sum(len(end.skipped) for _, end in wanted) > 2
     assert_same_steps(steps_of(run, task, separate=True), wanted)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_what_leaks_between_caches_is_said_once_however_many_processes_open_them(
+    tmp_path, caplog, separate
+):
+    for name, held_out in (("a", (0, 1)), ("b", (1, 2, 3))):
+        corpus = documents([20] * 20, seed=1, held_out=held_out)
+        make_cache(tmp_path / name, corpus, bits=coded_bits)
+    run = plan_run(fit_config((tmp_path / "a", tmp_path / "b"), tmp_path / "run", passes=1))
+    assert steps_of(run, replace(run.row_task(), threads=2), separate=separate)
+    assert caplog.text.count("are held out in another") == 1
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ cache's in its own order. A training document that another cache holds out is le
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -26,8 +25,6 @@ from hscache.planes import Bits
 from hscache.reader import Cache, Document, open_cache
 from hscache.settings import to_dict
 from hscache.shard import Shard
-
-log = logging.getLogger(__name__)
 
 _OPEN_SHARDS = 64
 
@@ -95,14 +92,14 @@ class CacheSet(Cache):
         held_out = plan.keys[: training.start]
         leaking = np.flatnonzero(np.isin(plan.keys[training.start :], held_out)) + training.start
         self._leaking = frozenset(leaking.tolist())
-        if self._leaking:
-            log.warning(
-                "%d training documents of one cache are held out in another: they are left out of "
-                "training", len(self._leaking),
-            )  # fmt: skip
 
     def __repr__(self) -> str:
         return f"CacheSet({', '.join(map(repr, self.caches))})"
+
+    @property
+    def num_leaking(self) -> int:
+        """Training documents that another cache holds out: they are left out."""
+        return len(self._leaking)
 
     def published_shards(self) -> list[int]:
         """Return the shards on disk, by their numbers in the set."""
@@ -113,6 +110,17 @@ class CacheSet(Cache):
             for number in side.shards
             if side.first_shard + number - side.shards.start in published[side.cache]
         ]
+
+    def is_published(self, shard: int) -> bool:
+        """Say whether a shard is on disk, or has been and was freed."""
+        cache, number, _ = self._place(shard)
+        return cache.is_published(number)
+
+    def release_shards(self) -> None:
+        """Let go of the open shards, of each cache too."""
+        super().release_shards()
+        for cache in self.caches:
+            cache.release_shards()
 
     def shard_manifest(self, shard: int) -> ShardManifest:
         """Read a shard's attributes; documents that another cache holds out count as left out."""

@@ -85,6 +85,11 @@ def plan_run(config: FitConfig, *, recorded_shards: Collection[int] | None = Non
     if isinstance(cache, CacheSet):
         for one in cache.caches:  # so that a message names the cache
             _training_documents(one, config, None)
+        if cache.num_leaking:  # said here, for each process that reads rows opens the caches too
+            log.warning(
+                "%d training documents of one cache are held out in another: they are left out of "
+                "training", cache.num_leaking,
+            )  # fmt: skip
     documents = _training_documents(cache, config, recorded_shards)
     shards = tuple(documents)
     rows = [row for shard in shards for row in documents[shard]]
