@@ -94,14 +94,17 @@ def test_freed_shards_are_counted_and_refused(whole, tmp_path):
     assert plan_of(folder, allow_partial=True).schedule.shards == (1, 2, 4, 5)
 
 
-def test_what_was_quarantined_changes_no_plan_but_a_partial_one(tmp_path):
+def test_what_was_quarantined_changes_no_plan_but_a_partial_one(tmp_path, caplog):
     """A run that follows cannot know it beforehand, and must see the same."""
+    caplog.set_level("INFO")
     plan = open_cache(make_cache(tmp_path / "p", CORPUS, leave_out=range(9))).plan
     gone = tuple(plan.shard_documents(2)) + tuple(plan.shard_documents(3))[:1]
     folder = make_cache(tmp_path / "c", CORPUS, quarantine=gone)
     run = plan_of(folder)
     assert run.schedule.shards == (1, 2, 3, 4, 5)
     assert run.total_tokens == 2 * 30 * 18
+    said = f"{len(gone)} quarantined documents have no states: the {30 * len(gone)} tokens of each"
+    assert said in caplog.text
     partial = plan_of(folder, allow_partial=True)
     assert partial.schedule.shards == (1, 3, 4, 5)
     assert partial.total_tokens == 2 * 30 * (18 - len(gone))

@@ -6,6 +6,7 @@ Takes a `FitConfig`, opens the cache and checks all that can be checked without 
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -257,11 +258,17 @@ def _training_documents(
             "which",
             len(usable), len(wanted), 100 * len(usable) / len(wanted),
         )  # fmt: skip
-    if not config.allow_partial and not isinstance(cache, CacheSet):
-        return {shard: cache.plan.shard_documents(shard) for shard in wanted}
     quarantined = {
-        shard: {q.document for q in m.quarantined} if m else set() for shard, m in usable.items()
+        shard: {q.document for q in m.quarantined} if m else set() for shard, m in present.items()
     }
+    if not config.allow_partial and not isinstance(cache, CacheSet):
+        if lost := sorted(itertools.chain(*quarantined.values())):
+            log.info(
+                "%d quarantined documents have no states: the %d tokens of each pass over them are "
+                "planned, as in a run that follows, and left out of rows",
+                len(lost), cache.plan.lengths[lost].sum(),
+            )  # fmt: skip
+        return {shard: cache.plan.shard_documents(shard) for shard in wanted}
     return {
         shard: [row for row in cache.plan.shard_documents(shard) if row not in quarantined[shard]]
         for shard in usable
