@@ -8,6 +8,7 @@ per damaged part with the documents it costs, and exits with 1 if there is one. 
     hscache verify /nvme/cache --replay 16 --target Qwen/Qwen3-8B
 """
 
+import contextlib
 import hashlib
 import json
 import shlex
@@ -27,8 +28,8 @@ from hscache.errors import (
     ShardCorruptError,
 )
 from hscache.fingerprint import config_sha256
-from hscache.freeing import is_freed
-from hscache.plan import corpus_sha256
+from hscache.freeing import freed_shards, is_freed
+from hscache.plan import Plan, corpus_sha256
 from hscache.progress import Progress, configure_logging
 from hscache.reader import Cache, open_cache
 from hscache.report import format_table
@@ -58,7 +59,7 @@ def run(config: VerifyConfig, *, dry_run: bool = False) -> int:
     cache = open_cache(config.cache)
     shards = cache.published_shards()
     if dry_run:
-        print(f"would check {len(shards)} shards of {config.cache}")
+        print(f"would check {len(shards) - _num_freed(cache)} shards of {config.cache}")
         return 0
     damaged = verify(cache, deep=config.deep, threads=config.threads)
     if config.replay:
@@ -219,9 +220,10 @@ def _damage(shard: int, error: HscacheError, documents: tuple[int, ...]) -> Dama
 def _summary(cache: Cache, damaged: list[Damage], deep: bool) -> str:
     published = len(cache.published_shards())
     how = "every byte" if deep else "metadata, sizes and indices (--deep reads every byte)"
-    lines = [
-        f"{cache.path}: {published} of {cache.plan.num_shards} shards published, checked {how}"
-    ]
+    how = f"checked {how}"
+    if num_freed := _num_freed(cache):
+        how = f"{num_freed} of them freed and no longer there to be checked; {how} of the others"
+    lines = [f"{cache.path}: {published} of {cache.plan.num_shards} shards published, {how}"]
     if not damaged:
         return "\n".join([*lines, "no damage found"])
     rows = [[d.part, len(d.documents), _ranges(d.documents)] for d in damaged]
@@ -231,6 +233,12 @@ def _summary(cache: Cache, damaged: list[Damage], deep: bool) -> str:
         command = f"hscache repair {shlex.quote(str(cache.path))}" + deep * " --deep"
         lines.append(f"`{command}` requeues these shards")
     return "\n".join(lines)
+
+
+def _num_freed(cache: Cache) -> int:
+    with contextlib.suppress(CacheUnreadableError):  # it is among the damage
+        return len(freed_shards(cache))
+    return 0
 
 
 def _ranges(rows: tuple[int, ...]) -> str:

@@ -127,7 +127,7 @@ def test_a_window_pauses_frees_what_all_are_done_with_and_goes_on(cache, tmp_pat
             assert on_disk(cache) == [0]
 
 
-def test_a_tombstone_keeps_what_was_counted_and_is_not_made_again(cache, tmp_path):
+def test_a_tombstone_keeps_what_was_counted_and_is_not_made_again(cache, capsys):
     with Producer(cache.path) as producer:
         fill(cache, admission_of(cache, producer))
         before = cache.shard_manifest(1)
@@ -139,6 +139,11 @@ def test_a_tombstone_keeps_what_was_counted_and_is_not_made_again(cache, tmp_pat
         assert manifest.provenance["freed"]["acknowledged_by"] == ["a"]
         where = layout.shard_dir(cache.path, 1)
         assert [path.name for path in where.iterdir()] == ["zarr.json"]
+        assert hscache(["verify", str(cache.path), "--deep"]) == 1  # it has no frozen parts
+        said = "4 of 8 shards published, 1 of them freed and no longer there to be checked"
+        assert said in capsys.readouterr().out
+        assert hscache(["verify", str(cache.path), "--dry-run"]) == 0
+        assert "would check 3 shards" in capsys.readouterr().out
         assert budget.used_bytes(where) <= budget.attributes_bound(cache.identity, 4)
         assert fill(cache, admission_of(cache, producer)) == [4]
     with pytest.raises(CacheIncompleteError, match="000001 has been freed"):
