@@ -233,10 +233,20 @@ def run(config: ConsumersConfig, *, dry_run: bool = False) -> int:
         if dry_run:
             print(f"would drop {name}")
         else:
-            (layout.consumers_dir(cache.path) / f"{name}.json").unlink(missing_ok=True)
+            _drop(layout.consumers_dir(cache.path) / f"{name}.json")
             print(f"dropped {name}: no shard waits for it any more")
     print(describe_consumers(cache))
     return 0
+
+
+def _drop(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise HscacheError(
+            f"cannot delete {path}: {error.strerror}. Drop it as a user who may write there, on a "
+            "disk that is not mounted read-only."
+        ) from error
 
 
 def _require_droppable(name: str, consumers: dict[str, Consumer], cache: Cache) -> None:

@@ -33,6 +33,10 @@ class CacheIncompleteError(HscacheError):
     """A shard or document that is needed has not been published."""
 
 
+class ShardFreedError(CacheIncompleteError):
+    """A shard was let go when everybody who had registered was done with it; it is not damaged."""
+
+
 class ShardCorruptError(HscacheError):
     """Bytes on disk are not the bytes that were written."""
 

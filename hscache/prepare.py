@@ -45,7 +45,10 @@ def make_cache_folder(cache_dir: Path) -> None:
             f"cannot write to {cache_dir}: {error.strerror}. Give another --shard-dir."
         ) from error
     if not os.access(layout.shards_dir(cache_dir), os.W_OK):
-        raise HscacheError(f"cannot write to {cache_dir}: it is read-only, or belongs to another.")
+        raise HscacheError(
+            f"cannot write to {cache_dir}: it is read-only, or belongs to another. Run as a user "
+            "who may write there, on a disk not mounted read-only, or give another --shard-dir."
+        )
 
 
 def prepare(config: ProduceConfig, target: Target) -> Cache:

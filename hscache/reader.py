@@ -20,7 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hscache import layout
-from hscache.errors import CacheIncompleteError, CacheMismatchError, ConfigError, ShardCorruptError
+from hscache.errors import (
+    CacheIncompleteError,
+    CacheMismatchError,
+    ConfigError,
+    ShardCorruptError,
+)
 from hscache.manifest import (
     Identity,
     ShardManifest,

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hscache import layout
-from hscache.errors import CacheIncompleteError, ConfigError, ShardCorruptError
+from hscache.errors import CacheIncompleteError, ConfigError, ShardCorruptError, ShardFreedError
 from hscache.manifest import ShardManifest
 from hscache.planes import ARRAYS, Bits, decode_into
 from hscache.scratch import scratch
@@ -36,7 +36,11 @@ class Shard:
         self.manifest = manifest
         where = layout.shard_dir(cache.path, number)
         if manifest.state == "freed":
-            raise CacheIncompleteError(f"{where} has been freed: its states are no longer on disk.")
+            raise ShardFreedError(
+                f"{where} has been freed: its states are no longer on disk, for all who had "
+                "registered were done with it (`hscache consumers`). To read it, make the cache "
+                "anew and follow from the start."
+            )
         states = cache.identity.states
         self._hidden_size = states.hidden_size
         self._layouts = layout.state_layouts(

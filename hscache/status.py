@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from hscache.report import format_bytes, format_number, format_seconds, format_t
 
 _RECENT_SHARDS = 16
 """The rate of producing is that of the latest shards."""
+_WORDS_WIDTH = 100
 _WAITING = 0.05
 """Share of the time without data above which a trainer is said to wait."""
 
@@ -204,7 +206,8 @@ def describe(cache: Cache, status: Status) -> str:
             ["window", f"{bar(fill)} {status.on_disk:,} of {status.window_shards:,} training "
              f"shards on disk, {status.freed:,} freed"]
         )  # fmt: skip
-    rows.append(["limit", limit_in_words(status)])
+    lines = textwrap.wrap(limit_in_words(cache, status), _WORDS_WIDTH)
+    rows += [["" if number else "limit", line] for number, line in enumerate(lines)]
     tables = [format_table(["status", str(cache.path)], rows)]
     if status.producers:
         tables.append(_producers(status.producers))

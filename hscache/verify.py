@@ -29,7 +29,7 @@ from hscache.errors import (
 )
 from hscache.fingerprint import config_sha256
 from hscache.freeing import freed_shards, is_freed
-from hscache.plan import Plan, corpus_sha256
+from hscache.plan import corpus_sha256
 from hscache.progress import Progress, configure_logging
 from hscache.reader import Cache, open_cache
 from hscache.report import format_table

@@ -29,6 +29,7 @@ from hscache.freeing import free_shard, freed_shards
 from hscache.inspect import describe_cache, look_at
 from hscache.manifest import WindowIdentity, encode_group
 from hscache.plan import deal_into_shards, write_plan
+from hscache.prepare import make_cache_folder
 from hscache.producers import Producer, read_record
 from hscache.reader import open_cache
 from hscache.status import limit_in_words, look
@@ -438,6 +439,21 @@ def test_the_command_lists_and_drops_vanished_consumers_only_when_told(cache, tm
     assert hscache(["consumers", str(cache.path), "--drop", path.stem]) == 0
     assert not path.exists()
     assert "nobody is registered" in capsys.readouterr().out
+
+
+def test_a_read_only_cache_is_neither_produced_to_nor_rid_of_a_consumer(tmp_path, capsys):
+    with small_disk(tmp_path / "disk", "1m"):
+        cache = begin(tmp_path / "disk" / "cache")
+        with follower(cache, tmp_path / "a") as a:
+            pass
+        bury(layout.consumers_dir(cache.path) / f"{a.name}.json")
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "disk")], check=True)
+        assert hscache(["consumers", str(cache.path), "--drop", a.name]) == 1
+        said = capsys.readouterr().err
+        assert f"cannot delete {cache.path}" in said
+        assert "not mounted read-only" in said
+        with pytest.raises(HscacheError, match=r"cannot write to .* give another --shard-dir"):
+            make_cache_folder(cache.path)
 
 
 def test_a_damaged_entry_frees_nothing_and_is_named(cache, tmp_path):

@@ -13,7 +13,13 @@ from trainer_cache import publish as write_shard
 
 from hscache import layout
 from hscache.consumers import read_consumers
-from hscache.errors import CacheIncompleteError, ConfigError, HscacheError, ShardCorruptError
+from hscache.errors import (
+    CacheIncompleteError,
+    ConfigError,
+    HscacheError,
+    ShardCorruptError,
+    ShardFreedError,
+)
 from hscache.freeing import free_shard
 from hscache.manifest import WindowIdentity, encode_group
 from hscache.reader import open_cache
@@ -182,6 +188,15 @@ def test_a_follower_goes_on_past_damaged_attributes_when_it_may_skip(tmp_path):
     free_shard(open_cache(folder), 2, ["skip"])
     with pytest.raises(CacheIncompleteError, match=r"1 shards .* freed, ids 2 to 2"):
         fit(config_of(folder, on_bad_shard="skip", run_dir=tmp_path / "late"))
+
+
+def test_what_is_freed_under_a_run_is_no_damage_to_be_skipped(tmp_path):
+    """Somebody dropped the run by hand: going on without those documents would be silent loss."""
+    folder = windowed(tmp_path / "c")
+    run = plan_run(config_of(folder, on_bad_shard="skip"))
+    free_shard(open_cache(folder), 3, ["another"])
+    with loader_of(run) as loader, pytest.raises(ShardFreedError, match="000003 has been freed"):
+        list(loader.steps())
 
 
 def test_a_window_too_small_for_the_checkpoints_is_refused_with_what_fits(tmp_path):

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from hscache.content import count_seen
-from hscache.errors import CacheUnreadableError, HscacheError
+from hscache.errors import CacheUnreadableError, HscacheError, ShardFreedError
 from hscache.manifest import ShardManifest
 from hscache.reader import Cache
 from trainer.cache_set import CacheSet, document_name
@@ -29,6 +29,7 @@ OnBadShard = Literal["stop", "skip"]
 Skipped = tuple[int, int]
 """A document that was left out of a row, and the index of the pass."""
 
+_NEVER_SKIPPED = (CacheUnreadableError, ShardFreedError)
 _MOST_LOST = 0.5
 """Share of the documents that may be lost: beyond it a disk is gone, not a shard."""
 
@@ -72,12 +73,12 @@ class BadShards:
     def lose(self, plan: RowPlan, errors: dict[int, HscacheError]) -> list[Skipped]:
         """Take note of documents that cannot be read; `errors` has their places in the row.
 
-        Raises the first error when the run is to stop at bad shards, or when a file could be sound
-        but not be read now, and HscacheError when so much is lost that going on would be no
-        training.
+        Raises the first error when the run is to stop at bad shards, when a file could be sound but
+        not be read now, or when a shard was freed before this run saw it, and HscacheError when so
+        much is lost that going on would be no training.
         """
         for place in sorted(errors):
-            if self._policy == "stop" or isinstance(errors[place], CacheUnreadableError):
+            if self._policy == "stop" or isinstance(errors[place], _NEVER_SKIPPED):
                 raise errors[place]
         lost: dict[int, list[int]] = {}
         for place in sorted(errors):
