@@ -23,6 +23,7 @@ from hscache.freeing import delete_arrays, free_shard, freed_shards, has_arrays,
 from hscache.reader import Cache
 from hscache.report import format_bytes
 from hscache.window import first_closed, num_freeable
+from hscache.zarr_reader import is_there
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +57,17 @@ class Admission:
                 delete_arrays(cache, shard)  # of a producer killed while it did
 
     def next_shard(self) -> int | None:
-        """Claim the next shard that may be started; None if there is none now, see `wait`."""
+        """Claim the next shard that may be started; None if there is none now, see `wait`.
+
+        Raises HscacheError when the cache was deleted: what is made without a root is lost.
+        """
         plan = self._cache.plan
+        root = layout.root_file(self._cache.path)
+        if not is_there(root):
+            raise HscacheError(
+                f"{root} is gone: somebody deleted or moved this cache while it was produced. To "
+                "make it anew, run the same command again with an empty --shard-dir."
+            )
         limit = plan.num_shards
         consumers: list[Consumer] = []
         if self._window.shards:

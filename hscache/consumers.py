@@ -100,19 +100,7 @@ class Registration:
         self._thread = threading.Thread(target=self._beat, name="consumer", daemon=True)
 
     def __enter__(self) -> "Registration":
-        folder = self._path.parent
-        try:
-            with files.disk_full_named(folder):
-                folder.mkdir(exist_ok=True)
-            self._write()
-        except OSError as error:
-            if isinstance(error, HscacheError):
-                raise
-            raise HscacheError(
-                f"cannot register in {folder}: {error.strerror}. A trainer that follows tells the "
-                "producer there what it is done with; train without --follow on a cache that is "
-                "read-only."
-            ) from error
+        self._write()
         self._thread.start()
         return self
 
@@ -160,7 +148,19 @@ class Registration:
             "progress": self.progress.__dict__,
         }
         sealed = {**record, "crc32c": checksum_hex(canonical_json(record))}
-        files.replace_atomically(self._path, canonical_json(sealed))
+        folder = self._path.parent
+        try:
+            with files.disk_full_named(folder):
+                folder.mkdir(exist_ok=True)
+            files.replace_atomically(self._path, canonical_json(sealed))
+        except DiskFullError:
+            raise
+        except OSError as error:
+            raise HscacheError(
+                f"cannot register in {folder}: {error.strerror}. A trainer that follows tells the "
+                "producer there what it is done with; train without --follow on a cache that is "
+                "read-only. If the cache was deleted, it must be made anew."
+            ) from error
 
     def _beat(self) -> None:
         while not self._stopped.wait(BEAT_S):
@@ -176,8 +176,8 @@ class Registration:
                     "freed; it registers again at its next checkpoint", self._path,
                 )  # fmt: skip
                 self._stopped.wait(60)
-            except OSError as error:
-                log.warning("no sign of life can be given at %s: %s", self._path, error.strerror)
+            except (OSError, HscacheError) as error:
+                log.warning("no sign of life can be given at %s: %s", self._path, error)
 
 
 def read_consumers(cache_dir: Path) -> list[Consumer]:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -454,6 +455,21 @@ def test_a_read_only_cache_is_neither_produced_to_nor_rid_of_a_consumer(tmp_path
         assert "not mounted read-only" in said
         with pytest.raises(HscacheError, match=r"cannot write to .* give another --shard-dir"):
             make_cache_folder(cache.path)
+
+
+def test_a_cache_that_is_deleted_meanwhile_ends_both_sides_in_words(cache, tmp_path):
+    with Producer(cache.path) as producer, follower(cache, tmp_path / "a") as a:
+        admission = admission_of(cache, producer)
+        fill(cache, admission)
+        shutil.rmtree(layout.consumers_dir(cache.path))  # by hand: it is there again
+        a.acknowledge(dataclasses.replace(a.progress, ticks=1))
+        assert [c.progress.ticks for c in read_consumers(cache.path)] == [1]
+        shutil.rmtree(cache.path)
+        with pytest.raises(HscacheError, match="somebody deleted or moved this cache"):
+            admission.next_shard()
+        with pytest.raises(HscacheError, match=r"cannot register .*: No such file"):
+            a.acknowledge(dataclasses.replace(a.progress, ticks=2))
+        assert not layout.shards_dir(cache.path).exists()
 
 
 def test_a_damaged_entry_frees_nothing_and_is_named(cache, tmp_path):
