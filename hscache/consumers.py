@@ -104,14 +104,14 @@ class Registration:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error_inside: object, _trace: object) -> None:
         self._stopped.set()
         self._thread.join()
         if self._untold:
             try:
                 self._write()
             except DiskFullError as error:
-                if value is None:
+                if error_inside is None:
                     raise
                 log.error("the producer does not know of the last checkpoint: %s", error)
 

@@ -206,7 +206,7 @@ def describe(cache: Cache, status: Status) -> str:
             ["window", f"{bar(fill)} {status.on_disk:,} of {status.window_shards:,} training "
              f"shards on disk, {status.freed:,} freed"]
         )  # fmt: skip
-    lines = textwrap.wrap(limit_in_words(cache, status), _WORDS_WIDTH)
+    lines = textwrap.wrap(limit_in_words(status), _WORDS_WIDTH)
     rows += [["" if number else "limit", line] for number, line in enumerate(lines)]
     tables = [format_table(["status", str(cache.path)], rows)]
     if status.producers:
