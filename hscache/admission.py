@@ -220,7 +220,10 @@ class Admission:
                 f"{cache.path}, shard {shard} may take {format_bytes(asked)}, those in other hands "
                 f"{format_bytes(in_flight)}{kept_words}. It goes on when something is deleted"
             )
-        wanted = budget.shard_inodes(cache.identity) * (1 + len(others)) + _SPARE_INODES
+        wanted = (
+            budget.shard_inodes(budget.ShardShape.of(cache.identity)) * (1 + len(others))
+            + _SPARE_INODES
+        )
         inodes = budget.free_inodes(cache.path)
         if inodes is not None and inodes < wanted:
             return (

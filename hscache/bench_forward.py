@@ -27,7 +27,7 @@ from hscache.clock import Clock, gpu_monitor
 from hscache.device import DTYPES, choose_device
 from hscache.errors import ConfigError
 from hscache.forward_check import off_in_words, reference_errors, states_facts
-from hscache.forward_flops import document_lengths, forward_flops, products
+from hscache.forward_flops import document_lengths, forward_flops, mean_context_of, products
 from hscache.pretrained import check_layer_ids, load_config
 from hscache.progress import configure_logging
 from hscache.random_target import random_base
@@ -224,7 +224,12 @@ def _forward(
     clock.reset_peak()
     timed = _timed(subject, config, lambda: subject.capture(*pack), warm=warm)
     lengths = [b - a for a, b in itertools.pairwise(pack[1])]
-    flops = forward_flops(subject.base.config, subject.num_blocks, lengths)
+    flops = forward_flops(
+        subject.base.config,
+        subject.num_blocks,
+        num_tokens=len(pack[0]),
+        mean_context=mean_context_of(lengths),
+    )
     seconds = timed["seconds"]["median"]
     return {
         "tokens": len(pack[0]),

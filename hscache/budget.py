@@ -4,8 +4,11 @@ Takes layouts, counts and folders. Files count in blocks of 4 KiB and folders as
 on most filesystems, so what is summed here is what a disk loses.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +16,7 @@ import numpy as np
 from hscache import layout
 from hscache.manifest import Identity, WindowIdentity
 from hscache.plan import Plan
+from hscache.planes import Codec
 from hscache.window import DiskNeeds
 from hscache.zarr_array import CHECKSUM_BYTES, ArrayLayout
 
@@ -57,42 +61,58 @@ def array_bound(array: ArrayLayout, num_rows: int) -> int:
     return payload + chunks * CHECKSUM_BYTES + array.index_bytes(num_rows)
 
 
-def shard_arrays(identity: Identity) -> dict[str, ArrayLayout]:
-    """Return the layouts of all arrays of a shard."""
-    states = identity.states
-    return layout.SHARD_SIDE_ARRAYS | layout.state_layouts(
-        identity.encoding.codec,
-        len(states.target_layer_ids),
-        states.hidden_size,
-        last_hidden=states.last_hidden,
-    )
+@dataclass(frozen=True, kw_only=True)
+class ShardShape:
+    """What the files of a shard follow from, beside its tokens and documents."""
+
+    codec: Codec
+    num_layers: int
+    hidden_size: int
+    last_hidden: bool
+
+    @classmethod
+    def of(cls, identity: Identity) -> ShardShape:
+        """Return that of a cache."""
+        states = identity.states
+        return cls(
+            codec=identity.encoding.codec,
+            num_layers=len(states.target_layer_ids),
+            hidden_size=states.hidden_size,
+            last_hidden=states.last_hidden,
+        )
+
+    def arrays(self) -> dict[str, ArrayLayout]:
+        """Return the layouts of all arrays of a shard."""
+        return layout.SHARD_SIDE_ARRAYS | layout.state_layouts(
+            self.codec, self.num_layers, self.hidden_size, last_hidden=self.last_hidden
+        )
 
 
-def attributes_bound(identity: Identity, num_documents: int) -> int:
+def attributes_bound(shape: ShardShape, num_documents: int) -> int:
     """Return the bytes of a shard's own folder and attributes, which a tombstone keeps."""
-    layers = len(identity.states.target_layer_ids) + identity.states.last_hidden
+    layers = shape.num_layers + shape.last_hidden
     return BLOCK_BYTES + in_blocks(12 * 1024 + 512 * layers + 24 * num_documents)
 
 
-def shard_bound(identity: Identity, num_tokens: int, num_documents: int) -> int:
+def shard_bound(shape: ShardShape, num_tokens: int, num_documents: int) -> int:
     """Return the bytes on disk that a shard takes at most."""
-    total = attributes_bound(identity, num_documents)
-    for name, array in shard_arrays(identity).items():
+    total = attributes_bound(shape, num_documents)
+    for name, array in shape.arrays().items():
         rows = num_documents + 1 if name in layout.SHARD_SIDE_ARRAYS else num_tokens
         total += BLOCK_BYTES + in_blocks(len(name) + 2048) + in_blocks(array_bound(array, rows))
     return total
 
 
-def shard_inodes(identity: Identity) -> int:
-    """Return the files and folders of a shard."""
-    return 2 + 3 * len(shard_arrays(identity))
+def shard_inodes(shape: ShardShape) -> int:
+    """Return the files and folders of a shard: each array has its folder, attributes and bytes."""
+    return 2 + 3 * len(shape.arrays())
 
 
 def disk_needs(plan: Plan, identity: Identity, fixed_bytes: int) -> DiskNeeds:
     """Return what a plan takes at the worst; `fixed_bytes` is what lies beside the shards."""
     bounds = {shard: plan_shard_bound(plan, identity, shard) for shard in range(plan.num_shards)}
     tombstones = sum(
-        attributes_bound(identity, len(plan.shard_documents(shard)))
+        attributes_bound(ShardShape.of(identity), len(plan.shard_documents(shard)))
         for shard in plan.training_shards
     )
     return DiskNeeds(
@@ -108,7 +128,7 @@ def plan_shard_bound(plan: Plan, identity: Identity, shard: int) -> int:
     """Return the bytes on disk that a shard of the plan takes at most."""
     documents = plan.shard_documents(shard)
     num_tokens = int(plan.offsets[documents.stop] - plan.offsets[documents.start])
-    return shard_bound(identity, num_tokens, len(documents))
+    return shard_bound(ShardShape.of(identity), num_tokens, len(documents))
 
 
 def used_bytes(folder: Path, skip: Collection[str] = ()) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hscache.config import DEFAULT_RESERVE
-from hscache.planes import ARRAYS, Codec
+from hscache.planes import Codec
 from hscache.window import visit_stride
 
 DAY_S = 86_400.0
@@ -81,19 +81,6 @@ def num_shards(lengths: Lengths, shard_tokens: int) -> int:
     """
     gap = min(lengths.mean_square / lengths.mean / 2, shard_tokens / 2)
     return max(1, math.ceil(lengths.num_tokens / (shard_tokens - gap)))
-
-
-def shard_inodes(codec: Codec, *, last_hidden: bool) -> int:
-    """Return the files and folders of a shard."""
-    states = len(ARRAYS[codec]) * (2 if last_hidden else 1)
-    return 2 + 3 * (states + 2)
-
-
-def worst_token_bytes(codec: Codec, num_layers: int, hidden_size: int) -> float:
-    """Return the bytes of a token's states if nothing can be compressed."""
-    if codec == "fp8":
-        return num_layers * (hidden_size + 4.0)
-    return 2.0 * num_layers * hidden_size
 
 
 @dataclass(frozen=True, kw_only=True)

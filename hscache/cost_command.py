@@ -11,16 +11,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from typing import Any
 
-from hscache import cost
+from hscache import budget, cost
 from hscache.config import DEFAULT_RESERVE, spaced_layer_ids
 from hscache.cost_config import CostConfig, PlannedFit, PlannedProduce
 from hscache.cost_corpus import describe_corpus
-from hscache.cost_memory import DrafterShape, require_memory
+from hscache.cost_memory import require_memory
 from hscache.cost_text import format_plan
-from hscache.flops import RowFlops, TokenFlops, row_flops, target_flops
+from hscache.drafter_sizes import DrafterShape, num_parameters
+from hscache.flops import RowFlops, row_flops
+from hscache.forward_flops import ForwardFlops, forward_flops
 from hscache.gpus import GPUS, TERA, Gpu
 from hscache.measured_rates import Measured, read_measured
 from hscache.planes import ARRAYS
@@ -82,7 +83,7 @@ def plan(config: CostConfig) -> dict[str, Any]:
         mean_square=corpus["mean_square"],
         longest=corpus["longest"],
     )
-    of_target = target_flops(target, num_blocks=num_blocks, mean_context=lengths.mean_context)
+    of_target = forward_flops(target, num_blocks, num_tokens=1, mean_context=lengths.mean_context)
     rows = {
         anchors: row_flops(
             drafter,
@@ -121,7 +122,7 @@ def plan(config: CostConfig) -> dict[str, Any]:
             "blocks_run": num_blocks,
             "blocks": target.num_blocks,
             "hidden_size": target.hidden_size,
-            "drafter_weights": drafter.num_weights,
+            "drafter_weights": num_parameters(drafter),
             "passes": fit.passes,
             "row_tokens": fit.row_tokens,
             "anchors_per_row": fit.anchors_per_row,
@@ -193,10 +194,16 @@ def _disk(
             "total_bytes": raw / ratio * corpus["tokens"] + fixed,
         }
     codec = produce.store.codec
-    inodes = corpus["shards"] * cost.shard_inodes(codec, last_hidden=produce.target.last_hidden)
+    shape = budget.ShardShape(
+        codec=codec,
+        num_layers=num_layers,
+        hidden_size=target.hidden_size,
+        last_hidden=produce.target.last_hidden,
+    )
+    inodes = corpus["shards"] * budget.shard_inodes(shape)
     free_bytes, free_inodes = _free(config)
-    worst = cost.worst_token_bytes(codec, stored_layers, target.hidden_size)
-    shard_bytes = worst * produce.store.shard_tokens
+    documents = math.ceil(corpus["documents"] / corpus["shards"])
+    shard_bytes = budget.shard_bound(shape, produce.store.shard_tokens, documents)
     window = cost.plan_window(
         free_bytes,
         shard_bytes=shard_bytes,
@@ -224,12 +231,9 @@ def _disk(
 def _free(config: CostConfig) -> tuple[int, int | None]:
     if config.disk is not None:
         return parse_size(config.disk, "disk"), None
-    folder = config.shard_dir.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    status = os.statvfs(folder)
-    # Some filesystems (btrfs) do not count inodes.
-    return status.f_bavail * status.f_frsize, status.f_favail if status.f_files else None
+    return budget.free_bytes(config.shard_dir.absolute()), budget.free_inodes(
+        config.shard_dir.absolute()
+    )
 
 
 def _sustained(config: CostConfig, gpu: Gpu, measured: Measured) -> dict[str, Any]:
@@ -244,7 +248,7 @@ def _sustained(config: CostConfig, gpu: Gpu, measured: Measured) -> dict[str, An
 
 
 def _speeds(
-    measured: Measured, sustained: float, of_target: TokenFlops
+    measured: Measured, sustained: float, of_target: ForwardFlops
 ) -> tuple[cost.Speeds, dict[str, Any]]:
     assumed = f"assumed: {DEFAULT_SHARE:.0%} of the sustained products"
     target, target_how = DEFAULT_SHARE * sustained, assumed
@@ -269,7 +273,7 @@ def _work(
     lengths: cost.Lengths,
     corpus: dict[str, Any],
     fit: PlannedFit,
-    of_target: TokenFlops,
+    of_target: ForwardFlops,
     row: RowFlops,
 ) -> cost.Work:
     # The target also runs over held-out documents, the drafter does not: a fraction of a percent.

@@ -6,10 +6,10 @@ large parts; `trainer fit --dry-run` predicts its own peak more closely (trainer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from hscache.cost_config import PlannedFit, PlannedProduce
+from hscache.drafter_sizes import DrafterShape, num_parameters
 from hscache.errors import ConfigError
 from hscache.gpus import Gpu
 from hscache.report import format_bytes
@@ -17,29 +17,6 @@ from hscache.target_shape import TargetShape
 
 _BYTES_PER_WEIGHT = 4 + 2 + 4 + 4
 """Of a drafter in training, moments apart: master, bf16 copy, gradient, and one moment."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrafterShape:
-    """Sizes of the drafter; `hscache.flops` counts with them."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    block_size: int
-    num_features: int
-
-    @property
-    def num_weights(self) -> int:
-        """Trained weights, norms left out."""
-        attention = 2 * self.hidden_size * self.head_dim
-        attention *= self.num_attention_heads + self.num_key_value_heads
-        layer = attention + 3 * self.hidden_size * self.intermediate_size
-        return self.num_hidden_layers * layer + self.num_features * self.hidden_size**2
 
 
 def require_memory(
@@ -67,7 +44,7 @@ def require_memory(
         )
     largest = int((gpu.memory_bytes - weights) / token)
     moments = 4 if fit.optim.name == "adamw" else 0
-    state = drafter.num_weights * (_BYTES_PER_WEIGHT + moments)
+    state = num_parameters(drafter) * (_BYTES_PER_WEIGHT + moments)
     slots = fit.anchors_per_row * fit.drafter.block_size
     q = drafter.num_attention_heads * drafter.head_dim
     kv = drafter.num_key_value_heads * drafter.head_dim
@@ -79,10 +56,10 @@ def require_memory(
     if peak > gpu.memory_bytes:
         raise ConfigError(
             f"training does not fit {gpu.name} ({format_bytes(gpu.memory_bytes)}): "
-            f"{drafter.num_weights:,} weights x {_BYTES_PER_WEIGHT + moments} bytes (fp32 master, "
-            f"bf16 copy, gradient, moments) = {format_bytes(state)}, frozen embedding and head "
-            f"{format_bytes(target.frozen_bytes)}, rows of {fit.anchors_per_row} anchors about "
-            f"{format_bytes(rows)}: {format_bytes(peak)} at least. Fewer anchors_per_row, "
+            f"{num_parameters(drafter):,} weights x {_BYTES_PER_WEIGHT + moments} bytes (fp32 "
+            f"master, bf16 copy, gradient, moments) = {format_bytes(state)}, frozen embedding and "
+            f"head {format_bytes(target.frozen_bytes)}, rows of {fit.anchors_per_row} anchors "
+            f"about {format_bytes(rows)}: {format_bytes(peak)} at least. Fewer anchors_per_row, "
             "optim.name muon (one moment), or a GPU with more memory."
         )
     return {

@@ -1,7 +1,8 @@
 """Floating-point operations of a packed target forward, from its config and its documents.
 
-Takes a text config of transformers; hands on the products of its blocks and FLOPs. Only useful work
-counts: no padding, attention below its diagonal, no head. A multiply and an add are two.
+Takes a text config of transformers, or a `TargetShape`, which names its sizes alike; hands on the
+products of its blocks and FLOPs. Only useful work counts: no padding, attention below its diagonal,
+no head. A multiply and an add are two.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hscache.pack import SCAN_CHUNK
+SCAN_CHUNK = 64
+"""Tokens that a chunked gated delta rule solves at once (flash-linear-attention's choice)."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,14 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardFlops:
-    """FLOPs of one pass over a pack."""
+    """FLOPs of one pass."""
 
     products: float
+    """of every token with the weights of the blocks that run"""
     scan: float
+    """of the delta-net blocks, in chunks of 64 tokens"""
     attention: float
+    """scores and sums of the attention blocks over each token's own past"""
 
     @property
     def total(self) -> float:
@@ -66,7 +71,8 @@ def products(config: Any, num_blocks: int) -> list[Product]:
         ]
     if full:
         heads, key_heads, head_dim = _heads(config)
-        gate = 2 if linear else 1  # the hybrids gate their attention
+        # the hybrids gate their attention, as wide as its queries
+        gate = 2 if linear or getattr(config, "attn_output_gate", False) else 1
         outputs = (gate * heads + 2 * key_heads) * head_dim
         found += [
             Product("attention in", outputs, hidden, full),
@@ -79,27 +85,32 @@ def products(config: Any, num_blocks: int) -> list[Product]:
     ]
 
 
-def forward_flops(config: Any, num_blocks: int, lengths: Sequence[int]) -> ForwardFlops:
-    """Count a pass of documents of `lengths` through the first `num_blocks` blocks.
+def forward_flops(
+    config: Any, num_blocks: int, *, num_tokens: int, mean_context: float
+) -> ForwardFlops:
+    """Count a pass of so many tokens through the first `num_blocks` blocks.
 
-    The scan is counted as its chunked form does it (six products of a chunk's keys, values and
-    the state), attention as two products over each token's own past.
+    `mean_context` is what a token sees on average, itself included (`mean_context_of`). The scan is
+    counted as its chunked form does it: in a chunk q k and k k, their product with v, the
+    triangular solve applied to k and v; and three products with the state (read, correct, write).
     """
-    tokens = sum(lengths)
-    types = block_types(config, num_blocks)
-    linear = types.count("linear_attention")
+    linear = block_types(config, num_blocks).count("linear_attention")
     heads, _, head_dim = _heads(config)
-    pairs = sum(length * (length + 1) / 2 for length in lengths)
     scan = 0.0
     if linear:
         key, value = config.linear_key_head_dim, config.linear_value_head_dim
         per_head = 6 * key * value + SCAN_CHUNK * (6 * key + 4 * value)
-        scan = float(tokens * linear * config.linear_num_value_heads * per_head)
+        scan = float(num_tokens * linear * config.linear_num_value_heads * per_head)
     return ForwardFlops(
-        products=tokens * sum(product.flop for product in products(config, num_blocks)),
+        products=num_tokens * sum(product.flop for product in products(config, num_blocks)),
         scan=scan,
-        attention=4.0 * pairs * heads * head_dim * (num_blocks - linear),
+        attention=4.0 * num_tokens * mean_context * heads * head_dim * (num_blocks - linear),
     )
+
+
+def mean_context_of(lengths: Sequence[int]) -> float:
+    """Return the tokens that a token of these documents sees on average, itself included."""
+    return sum(length * (length + 1) / 2 for length in lengths) / sum(lengths)
 
 
 def document_lengths(

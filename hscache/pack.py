@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-SCAN_CHUNK = 64
-"""Tokens of a chunk of FLA's scan."""
+from hscache.forward_flops import SCAN_CHUNK
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import torch
 from hscache.clock import gpu_monitor
 from hscache.content import Facts
 from hscache.errors import HscacheError
-from hscache.forward_flops import forward_flops
+from hscache.forward_flops import forward_flops, mean_context_of
 from hscache.measures import Measures, document_facts, document_sums, measure, split_into
 from hscache.plan import Plan
 from hscache.planes import Codec
@@ -294,8 +294,11 @@ class Stages:
             work.copy_s += copied - ends
         lengths = [b - a for a, b in itertools.pairwise(pack.offsets)]
         config = self._target.config
-        work.flop += forward_flops(config, config.num_hidden_layers, lengths).total
-        work.tokens += pack.offsets[-1]
+        tokens, context = pack.offsets[-1], mean_context_of(lengths)
+        blocks = config.num_hidden_layers
+        flops = forward_flops(config, blocks, num_tokens=tokens, mean_context=context)
+        work.flop += flops.total
+        work.tokens += tokens
         work.documents_per_pack.append(len(pack.documents))
 
     def _finish(self, pack: _Launched) -> None:

@@ -14,23 +14,16 @@ from typing import Any
 
 from hscache.config import TargetConfig
 from hscache.errors import ConfigError
+from hscache.forward_flops import products
 
+_LINEAR = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+           "linear_value_head_dim")  # fmt: skip
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaNet:
-    """Sizes of the linear attention of a hybrid (Qwen3.5, 3.6)."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class TargetShape:
-    """Sizes of a decoder-only language model with gated MLPs."""
+    """Sizes of a decoder-only language model with gated MLPs, named as transformers names them."""
 
     hidden_size: int
     intermediate_size: int
@@ -39,41 +32,34 @@ class TargetShape:
     head_dim: int
     vocab_size: int
     tied_head: bool
-    output_gate: bool
+    attn_output_gate: bool
     """attention has a gate as wide as its queries"""
-    block_kinds: tuple[str, ...]
+    layer_types: tuple[str, ...]
     """full_attention or linear_attention, for each block"""
-    delta_net: DeltaNet | None
+    linear_num_key_heads: int = 0
+    """the next four: sizes of the linear attention of a hybrid (Qwen3.5, 3.6)"""
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
 
     @property
     def num_blocks(self) -> int:
         """Decoder blocks."""
-        return len(self.block_kinds)
+        return len(self.layer_types)
 
     @property
     def embedding_weights(self) -> int:
         """Weights of the embedding; an untied head has as many again."""
         return self.vocab_size * self.hidden_size
 
-    def block_weights(self, kind: str) -> int:
-        """Return the weights of a block's matrices (norms, gates' biases and convolutions are not
-        products)."""
-        hidden = self.hidden_size
-        mlp = 3 * hidden * self.intermediate_size
-        if kind == "linear_attention":
-            assert self.delta_net is not None
-            keys = self.delta_net.key_heads * self.delta_net.key_dim
-            values = self.delta_net.value_heads * self.delta_net.value_dim
-            # q, k, v, gate z, output; a and b have one column a head
-            return mlp + hidden * (2 * keys + 3 * values + 2 * self.delta_net.value_heads)
-        queries = self.num_attention_heads * self.head_dim
-        keys = self.num_key_value_heads * self.head_dim
-        return mlp + hidden * ((3 if self.output_gate else 2) * queries + 2 * keys)
+    def block_weights(self, num_blocks: int) -> int:
+        """Return the weights of the first blocks' matrices; norms, gates' biases and convolutions
+        are not products."""
+        return sum(p.outputs * p.inputs * p.count for p in products(self, num_blocks))
 
-    def weight_bytes(self, num_blocks: int) -> int:
-        """Return the bytes, as bf16, of embedding and first blocks: what capture holds."""
-        blocks = sum(self.block_weights(kind) for kind in self.block_kinds[:num_blocks])
-        return 2 * (self.embedding_weights + blocks)
+    def weight_bytes(self, num_blocks: int, dtype_bytes: int = 2) -> int:
+        """Return the bytes of embedding and first blocks: what capture holds, without a head."""
+        return dtype_bytes * (self.embedding_weights + self.block_weights(num_blocks))
 
     @property
     def frozen_bytes(self) -> int:
@@ -108,14 +94,7 @@ def shape_of(config: Mapping[str, Any], where: str) -> TargetShape:
             "linear_attention" if (block + 1) % interval else "full_attention"
             for block in range(text["num_hidden_layers"])
         )
-    delta_net = None
-    if "linear_attention" in kinds:
-        delta_net = DeltaNet(
-            key_heads=text["linear_num_key_heads"],
-            value_heads=text["linear_num_value_heads"],
-            key_dim=text["linear_key_head_dim"],
-            value_dim=text["linear_value_head_dim"],
-        )
+    hybrid = "linear_attention" in kinds
     return TargetShape(
         hidden_size=text["hidden_size"],
         intermediate_size=text["intermediate_size"],
@@ -124,9 +103,9 @@ def shape_of(config: Mapping[str, Any], where: str) -> TargetShape:
         head_dim=text.get("head_dim") or text["hidden_size"] // heads,
         vocab_size=text["vocab_size"],
         tied_head=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
-        output_gate=delta_net is not None or bool(text.get("attn_output_gate")),
-        block_kinds=kinds or ("full_attention",) * text["num_hidden_layers"],
-        delta_net=delta_net,
+        attn_output_gate=hybrid or bool(text.get("attn_output_gate")),
+        layer_types=kinds or ("full_attention",) * text["num_hidden_layers"],
+        **{name: text[name] for name in _LINEAR if hybrid},
     )
 
 

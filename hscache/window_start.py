@@ -107,7 +107,7 @@ def _require_disk(
         )
     num_shards = budget.slots(window) + identity.content.num_held_out_shards
     inodes = budget.free_inodes(config.shard_dir)
-    files = num_shards * budget.shard_inodes(identity) + 2 * needs.num_shards
+    files = num_shards * budget.shard_inodes(budget.ShardShape.of(identity)) + 2 * needs.num_shards
     if inodes is not None and inodes < files:
         raise DiskFullError(
             f"{config.shard_dir}: {inodes:,} inodes are free on that filesystem, and the window "

@@ -146,7 +146,9 @@ def test_a_tombstone_keeps_what_was_counted_and_is_not_made_again(cache, capsys)
         assert said in capsys.readouterr().out
         assert hscache(["verify", str(cache.path), "--dry-run"]) == 0
         assert "would check 3 shards" in capsys.readouterr().out
-        assert budget.used_bytes(where) <= budget.attributes_bound(cache.identity, 4)
+        assert budget.used_bytes(where) <= budget.attributes_bound(
+            budget.ShardShape.of(cache.identity), 4
+        )
         assert fill(cache, admission_of(cache, producer)) == [4]
     with pytest.raises(CacheIncompleteError, match="000001 has been freed"):
         open_cache(cache.path).shard(1)

@@ -50,17 +50,17 @@ def test_a_shard_of_noise_stays_below_its_bound(tmp_path_factory, lengths, codec
     rng = np.random.default_rng(len(lengths))
     with ShardWriter(folder, 0, identity) as writer:
         for document, length in enumerate(lengths):  # next to nothing to compress
-            shape = (length, 2 + last_hidden, 48)
-            bits = rng.integers(64, 160, shape) << 7 | rng.integers(0, 128, shape)
+            size = (length, 2 + last_hidden, 48)
+            bits = rng.integers(64, 160, size) << 7 | rng.integers(0, 128, size)
             writer.add(document, bits.astype(np.uint16))
         writer.publish({"settings": "x" * 3000})
-    found = budget.used_bytes(layout.shard_dir(folder, 0))
-    bound = budget.shard_bound(identity, sum(lengths), len(lengths))
+    found, shape = budget.used_bytes(layout.shard_dir(folder, 0)), budget.ShardShape.of(identity)
+    bound = budget.shard_bound(shape, sum(lengths), len(lengths))
     assert found <= bound
     if codec == "none":  # and it is no wild guess
         assert bound < found + 40_000
     entries = sum(len(d) + len(f) for _, d, f in os.walk(layout.shards_dir(folder)))
-    assert entries == budget.shard_inodes(identity)
+    assert entries == budget.shard_inodes(shape)
 
 
 def test_used_bytes_count_blocks_and_leave_out_what_is_named(tmp_path):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from test_trainer_config import QWEN_27B
 from trainer_cache import documents, fit_config, make_cache, small_disk
 
+from hscache.drafter_sizes import num_parameters
 from hscache.errors import CacheMismatchError, ConfigError, DiskFullError, ShardCorruptError
 from hscache.reader import open_cache
 from hscache.zarr_array import canonical_json, checksum_hex
@@ -19,7 +20,6 @@ from trainer.checkpoint import checkpoint_bytes, read_state, take_snapshot, writ
 from trainer.config import OptimConfig
 from trainer.decode import speculative_decode
 from trainer.drafter import lay_out_blocks
-from trainer.drafter_config import num_parameters
 from trainer.drafter_folder import load_drafter
 from trainer.fit import fit
 from trainer.frozen import load_frozen, target_config

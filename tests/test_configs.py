@@ -6,10 +6,11 @@ import pytest
 
 from hscache.cli import COMMANDS
 from hscache.config import ProduceConfig, spaced_layer_ids
+from hscache.drafter_sizes import num_parameters
 from hscache.settings import parse
 from trainer.cli import COMMANDS as TRAINER_COMMANDS
 from trainer.config import FitConfig
-from trainer.drafter_config import DrafterConfig, num_parameters
+from trainer.drafter_config import DrafterConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 COMMAND = {command.name: command for command in [*COMMANDS, *TRAINER_COMMANDS]}

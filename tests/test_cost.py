@@ -12,9 +12,7 @@ from hscache import cost
 from hscache.config import DEFAULT_RESERVE
 from hscache.flops import row_flops
 from hscache.gpus import GPUS, TERA, gpu_of_device
-from hscache.layout import SHARD_SIDE_ARRAYS, state_layouts
 from hscache.plan import TokenizedDocument, deal_into_shards
-from hscache.planes import ARRAYS
 
 # The original run: Qwen3.6-27B, its DFlash drafter, six epochs. Its own estimate of the work was 54
 # GFLOP a token for the target and 10.2 for the drafter (six times 1.7 B weights: the textbook count
@@ -209,14 +207,6 @@ def test_assumed_lengths_have_the_mean_and_the_cut():
     cut = cost.log_normal_lengths(1700, 4096, 10**9)
     assert cut.longest == 4096
     assert cut.mean < free.mean
-
-
-@pytest.mark.parametrize("codec", ARRAYS)
-@pytest.mark.parametrize("last_hidden", [False, True])
-def test_inodes_are_those_of_the_layout(codec, last_hidden):
-    arrays = state_layouts(codec, 5, 64, last_hidden=last_hidden) | SHARD_SIDE_ARRAYS
-    # a folder, its zarr.json and a Zarr shard for each; the shard's own folder and zarr.json
-    assert cost.shard_inodes(codec, last_hidden=last_hidden) == 3 * len(arrays) + 2
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)

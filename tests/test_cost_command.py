@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hscache.cli import main
 from hscache.config import DataConfig, ProduceConfig, StoreConfig, TargetConfig
 from hscache.cost_config import PlannedDrafter, PlannedFit
-from hscache.flops import target_flops
+from hscache.forward_flops import forward_flops
 from hscache.produce import produce
 from hscache.target_shape import shape_of
 from trainer.config import DrafterShape, FitConfig
@@ -176,7 +176,7 @@ def test_the_target_is_counted_as_torch_counts_its_weights(llama_dir, qwen3_dir)
         model = AutoModelForCausalLM.from_pretrained(folder)
         shape = shape_of(json.loads((folder / "config.json").read_text()), str(folder))
         matrices = sum(p.numel() for n, p in model.model.layers.named_parameters() if p.ndim == 2)
-        assert sum(map(shape.block_weights, shape.block_kinds)) == matrices
+        assert shape.block_weights(shape.num_blocks) == matrices
         assert shape.embedding_weights == model.model.embed_tokens.weight.numel()
         assert shape.tied_head == (model.lm_head.weight is model.model.embed_tokens.weight)
 
@@ -188,16 +188,16 @@ def test_a_hybrid_is_counted_as_torch_counts_its_weights():
     model = AutoModelForCausalLM.from_config(config)
     shape = shape_of(config.to_dict(), "hybrid")
     weights = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
-    assert sum(map(shape.block_weights, shape.block_kinds)) == weights
+    assert shape.block_weights(shape.num_blocks) == weights
 
 
 def test_the_27b_target_takes_48_gflop_a_token():
     shape = shape_of(json.loads(SHAPE_27B.read_text()), "27B")
-    whole = target_flops(shape, num_blocks=64, mean_context=1000)
+    whole = forward_flops(shape, 64, num_tokens=1, mean_context=1000)
     assert whole.products == pytest.approx(48.70e9, rel=1e-3)
     assert whole.scan == pytest.approx(0.43e9, rel=0.05)
     assert whole.attention == pytest.approx(0.40e9, rel=0.03)
-    cut = target_flops(shape, num_blocks=62, mean_context=1000)
+    cut = forward_flops(shape, 62, num_tokens=1, mean_context=1000)
     assert cut.total == pytest.approx(48e9, rel=2e-3)
     assert shape.weight_bytes(64) == pytest.approx(51.25e9, rel=1e-3)
 

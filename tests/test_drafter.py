@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hscache.drafter_sizes import num_parameters
 from trainer.drafter import Drafter, lay_out_blocks
-from trainer.drafter_config import DrafterConfig, num_parameters
+from trainer.drafter_config import DrafterConfig
 from trainer.drafter_json import drafter_json
 
 CONFIG = DrafterConfig(

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
+from hscache.drafter_sizes import num_parameters
 from hscache.flops import row_flops
-from trainer.drafter_config import DrafterConfig, num_parameters
+from trainer.drafter_config import DrafterConfig
 
 QWEN_27B = DrafterConfig(
     hidden_size=5120, intermediate_size=17408, num_hidden_layers=5, num_attention_heads=32,

@@ -9,7 +9,13 @@ from conftest import byte_tokenizer, save_target
 from hybrid_maker import tiny_hybrid
 
 from hscache.config import TargetConfig
-from hscache.forward_flops import block_types, document_lengths, forward_flops, products
+from hscache.forward_flops import (
+    block_types,
+    document_lengths,
+    forward_flops,
+    mean_context_of,
+    products,
+)
 from hscache.pack import make_pack
 from hscache.packed_forward import PackedForward, place, why_not
 from hscache.random_target import random_base
@@ -115,7 +121,10 @@ def test_products_are_the_weights_of_the_blocks(folders, family):
 
 def test_flops_of_a_pack_add_up(folders):
     config = transformers.AutoConfig.from_pretrained(folders["qwen3_5"]).get_text_config()
-    one, two = (forward_flops(config, 4, lengths) for lengths in ([64], [64, 64]))
+    one, two = (
+        forward_flops(config, 4, num_tokens=sum(lengths), mean_context=mean_context_of(lengths))
+        for lengths in ([64], [64, 64])
+    )
     assert block_types(config, 4) == ["linear_attention"] * 3 + ["full_attention"]
     assert (two.products, two.scan, two.attention) == (
         2 * one.products,

@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 
 from hscache.config import spaced_layer_ids
+from hscache.drafter_sizes import num_parameters
 from hscache.errors import ConfigError
 from trainer.config import LossConfig
-from trainer.drafter_config import DrafterConfig, num_parameters
+from trainer.drafter_config import DrafterConfig
 
 QWEN_27B = DrafterConfig(
     hidden_size=5120,

@@ -111,16 +111,6 @@ class DrafterConfig:
         return len(self.target_layer_ids)
 
 
-def num_parameters(config: DrafterConfig) -> int:
-    """Count the trained parameters: not the embedding and head, which are the target's."""
-    hidden, head_dim = config.hidden_size, config.head_dim
-    attention = 2 * hidden * head_dim * (config.num_attention_heads + config.num_key_value_heads)
-    mlp = 3 * hidden * config.intermediate_size
-    norms = 2 * hidden + 2 * head_dim
-    fusion = config.num_features * hidden**2 + 2 * hidden
-    return config.num_hidden_layers * (attention + mlp + norms) + fusion
-
-
 def _check_target_layer_ids(ids: tuple[int, ...], num_target_layers: int) -> None:
     last = num_target_layers - 1
     if not ids or any(b <= a for a, b in itertools.pairwise(ids)):

@@ -13,10 +13,11 @@ from typing import Literal
 
 import torch
 
+from hscache.drafter_sizes import num_parameters
 from hscache.errors import ConfigError
 from hscache.report import format_bytes
 from trainer.attention import Backend
-from trainer.drafter_config import DrafterConfig, num_parameters
+from trainer.drafter_config import DrafterConfig
 
 _ROWS_AHEAD = 3
 """Rows on the device beside those of a step: two in the loader's queue, one that waits for room."""

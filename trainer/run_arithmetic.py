@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 
 from hscache.device import DTYPES
+from hscache.drafter_sizes import num_parameters
 from hscache.report import format_bytes, format_table
 from trainer.anchors import valid_anchors
 from trainer.attention import training_backend
 from trainer.checkpoint import checkpoint_bytes
 from trainer.config import FitConfig
-from trainer.drafter_config import num_parameters
 from trainer.frozen import head_is_tied
 from trainer.memory import RunMemory, describe_memory, predict_memory, require_gpu_memory
 from trainer.mixture import MixedSchedule, describe_mixture
