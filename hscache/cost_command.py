@@ -76,7 +76,9 @@ def plan(config: CostConfig) -> dict[str, Any]:
     measured = read_measured(
         config.measured, config.gpu, hidden_size=target.hidden_size, num_blocks=target.num_blocks
     )
-    memory = require_memory(produce, fit, gpu, target, drafter, num_blocks, corpus["longest"])
+    memory = require_memory(
+        produce, fit, gpu, target, drafter, num_blocks, corpus["longest"], config.gpus
+    )
     lengths = cost.Lengths(
         num_documents=corpus["documents"],
         num_tokens=corpus["tokens"],

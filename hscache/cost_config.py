@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
-from hscache.config import DataConfig, StoreConfig, TargetConfig
+from hscache.config import DataConfig, Dtype, StoreConfig, TargetConfig
 from hscache.errors import ConfigError
 from hscache.gpus import GPUS, GpuName
 from hscache.planes import Codec
@@ -119,8 +120,18 @@ class PlannedDrafter:
 class PlannedOptim:
     """What of the optimizer decides the memory."""
 
-    name: str = "adamw"
+    name: Literal["adamw", "muon"] = "adamw"
     """adamw keeps two moments, muon one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedLoss:
+    """What of the loss decides the memory."""
+
+    labels: Literal["hard", "soft"] = "hard"
+    """soft: the target's last states are read too."""
+    chunk_size: int | None = None
+    """Slots whose logits are in memory at once; 8,192 if not given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +140,8 @@ class PlannedFit:
 
     drafter: PlannedDrafter
     """The model."""
+    loss: PlannedLoss = field(default_factory=PlannedLoss)
+    """The loss."""
     optim: PlannedOptim = field(default_factory=PlannedOptim)
     """The optimizer."""
     passes: int = 6
@@ -137,3 +150,7 @@ class PlannedFit:
     """Context tokens in a row."""
     anchors_per_row: int = 512
     """Blocks trained per row."""
+    global_batch_rows: int = 8
+    """Rows in an optimizer step, over all GPUs."""
+    dtype: Dtype = "bfloat16"
+    """Dtype of the matrix products."""

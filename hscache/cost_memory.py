@@ -1,7 +1,8 @@
-"""Whether both models of a run fit a GPU, for `hscache plan`: sums of what each must hold.
+"""Whether both models of a run fit a GPU, for `hscache plan`: what each side holds at its peak.
 
-Takes shapes; hands on bytes, and refuses with the arithmetic what cannot fit. They are sums of the
-large parts; `trainer fit --dry-run` predicts its own peak more closely (trainer/memory.py).
+Takes shapes; hands on bytes, and refuses with the arithmetic what cannot fit. The drafter's sum is
+that of `trainer fit` (hscache.fit_memory). The target's is that of the fused forward
+(hscache.packed_forward), within 1 % of the one that was measured (tests/test_cost_command.py).
 """
 
 from __future__ import annotations
@@ -9,14 +10,48 @@ from __future__ import annotations
 from typing import Any
 
 from hscache.cost_config import PlannedFit, PlannedProduce
-from hscache.drafter_sizes import DrafterShape, num_parameters
+from hscache.drafter_sizes import DrafterShape
 from hscache.errors import ConfigError
+from hscache.fit_memory import describe_memory, predict_memory
+from hscache.forward_flops import SCAN_CHUNK
 from hscache.gpus import Gpu
 from hscache.report import format_bytes
 from hscache.target_shape import TargetShape
 
-_BYTES_PER_WEIGHT = 4 + 2 + 4 + 4
-"""Of a drafter in training, moments apart: master, bf16 copy, gradient, and one moment."""
+_MLP_ROWS = 16_384
+"""hscache.packed_forward.MLP_ROWS, without importing torch"""
+_STATES_AHEAD = 3
+"""Packs whose states wait on the GPU beside that of the forward (hscache.stages): one is written,
+two are copied. This was not measured."""
+_CHUNK_SIZE = 8192
+"""Slots a chunk of the head on a GPU (trainer.config.LossConfig.slots_per_chunk)."""
+
+
+def pack_bytes(target: TargetShape, num_blocks: int, num_captured: int, num_tokens: int) -> int:
+    """Return what a packed forward holds at most beside weights, its states included, in bf16."""
+    hidden = target.hidden_size
+    # of a token in values, for all blocks: residual stream, its norm, captured states
+    lasting = (2 + num_captured) * hidden
+    kinds = target.layer_types[:num_blocks]
+    mixers = []
+    if "linear_attention" in kinds:
+        heads = target.linear_num_value_heads
+        keys = target.linear_num_key_heads * target.linear_key_head_dim
+        values = heads * target.linear_value_head_dim
+        projected = 2 * keys + 2 * values + 2 * heads
+        # keys and values of a chunk as the solve leaves them, its corrected values, its result,
+        # the state before it, and the triangle that is solved, in fp32
+        state = target.linear_key_head_dim * values // SCAN_CHUNK
+        scan = 4 * values + state + 2 * SCAN_CHUNK * heads
+        mixers.append(projected + 2 * keys + values + scan)
+    if "full_attention" in kinds:
+        queries = target.num_attention_heads * target.head_dim
+        keys = target.num_key_value_heads * target.head_dim
+        # as projected, as turned, attended, and gated
+        gated = queries if target.attn_output_gate else 0
+        mixers.append(queries + gated + 2 * keys + queries + keys + queries + gated)
+    inner = min(num_tokens, _MLP_ROWS) * 3 * target.intermediate_size
+    return 2 * (num_tokens * lasting + max(num_tokens * max(mixers), inner))
 
 
 def require_memory(
@@ -27,48 +62,49 @@ def require_memory(
     drafter: DrafterShape,
     num_blocks: int,
     longest: int,
+    num_gpus: int,
 ) -> dict[str, Any]:
     """Return what each side needs of a GPU; refuse one that cannot hold it, with the sum."""
-    hidden = target.hidden_size
+    captured = drafter.num_features + produce.target.last_hidden
     weights = target.weight_bytes(num_blocks)
-    # Of a token in a pack: the captured states, a few residual streams, gate, up and product, qkv.
-    wide = 3 * target.intermediate_size + 3 * target.num_attention_heads * target.head_dim
-    token = 2 * ((drafter.num_features + 4) * hidden + wide)
-    if weights + token * longest > gpu.memory_bytes:
+    document = pack_bytes(target, num_blocks, captured, longest)
+    if weights + document > gpu.memory_bytes:
         raise ConfigError(
             f"the target does not fit {gpu.name} ({format_bytes(gpu.memory_bytes)}): embedding and "
             f"{num_blocks} blocks are {weights / 2:,.0f} bf16 weights = {format_bytes(weights)}, "
-            f"and a document of {longest:,} tokens takes about {format_bytes(token * longest)} "
-            f"({format_bytes(token)} a token). hscache puts a whole target on one GPU: take one "
-            "with more memory, or capture fewer blocks."
+            f"and a document of {longest:,} tokens takes about {format_bytes(document)} "
+            f"({format_bytes(document / longest)} a token). hscache puts a whole target on one "
+            "GPU: take one with more memory, or capture fewer blocks."
         )
-    largest = int((gpu.memory_bytes - weights) / token)
-    moments = 4 if fit.optim.name == "adamw" else 0
-    state = num_parameters(drafter) * (_BYTES_PER_WEIGHT + moments)
-    slots = fit.anchors_per_row * fit.drafter.block_size
-    q = drafter.num_attention_heads * drafter.head_dim
-    kv = drafter.num_key_value_heads * drafter.head_dim
-    slot = 2 * (4 * hidden + 3 * q + 4 * kv + 3 * drafter.intermediate_size)
-    rows = drafter.num_hidden_layers * slots * slot + 8 * fit.row_tokens * hidden * (
-        drafter.num_features
+    pack = pack_bytes(target, num_blocks, captured, produce.token_budget)
+    ahead = _STATES_AHEAD * 2 * produce.token_budget * captured * target.hidden_size
+    largest = int((gpu.memory_bytes - weights) / ((pack + ahead) / produce.token_budget))
+    trainer = predict_memory(
+        drafter,
+        row_tokens=fit.row_tokens,
+        anchors_per_row=fit.anchors_per_row,
+        rows_per_step=-(-fit.global_batch_rows // num_gpus),
+        chunk_size=fit.loss.chunk_size or _CHUNK_SIZE,
+        dtype_bytes=4 if fit.dtype == "float32" else 2,
+        optimizer=fit.optim.name,
+        tied_head=target.tied_head,
+        soft_labels=fit.loss.labels == "soft",
+        backend="flex",
     )
-    peak = state + target.frozen_bytes + rows
-    if peak > gpu.memory_bytes:
+    if trainer.peak > gpu.memory_bytes:
+        lines = "\n".join(f"  {name}: {text}" for name, text in describe_memory(trainer))
         raise ConfigError(
-            f"training does not fit {gpu.name} ({format_bytes(gpu.memory_bytes)}): "
-            f"{num_parameters(drafter):,} weights x {_BYTES_PER_WEIGHT + moments} bytes (fp32 "
-            f"master, bf16 copy, gradient, moments) = {format_bytes(state)}, frozen embedding and "
-            f"head {format_bytes(target.frozen_bytes)}, rows of {fit.anchors_per_row} anchors "
-            f"about {format_bytes(rows)}: {format_bytes(peak)} at least. Fewer anchors_per_row, "
-            "optim.name muon (one moment), or a GPU with more memory."
+            f"training does not fit {gpu.name} ({format_bytes(gpu.memory_bytes)}):\n{lines}\n"
+            "Fewer anchors_per_row or global_batch_rows, optim.name muon (one moment), or a GPU "
+            "with more memory."
         )
     return {
         "target_weights_bytes": weights,
-        "target_pack_bytes": token * min(produce.token_budget, largest),
+        "target_pack_bytes": pack,
+        "target_ahead_bytes": ahead,
         "token_budget": produce.token_budget,
         "largest_token_budget": largest,
-        "trainer_state_bytes": state,
-        "trainer_frozen_bytes": target.frozen_bytes,
-        "trainer_rows_bytes": rows,
-        "both_fit_one_gpu": weights + token * longest + peak <= gpu.memory_bytes,
+        "trainer": vars(trainer),
+        "trainer_peak_bytes": trainer.peak,
+        "both_fit_one_gpu": weights + document + trainer.peak <= gpu.memory_bytes,
     }

@@ -29,8 +29,8 @@ def _run(figures: dict[str, Any]) -> str:
     if gpu["power_w"]:
         parts += [f"{gpu['bandwidth'] / 1e12:.2f} TB/s", f"{gpu['power_w']:,.0f} W"]
     parts.append(format_bytes(gpu["memory_bytes"]))
-    pack = memory["target_weights_bytes"] + memory["target_pack_bytes"]
-    train = sum(memory[f"trainer_{n}_bytes"] for n in ("state", "frozen", "rows"))
+    pack = sum(memory[f"target_{n}_bytes"] for n in ("weights", "pack", "ahead"))
+    train = memory["trainer_peak_bytes"]
     budget = f"token_budget {memory['token_budget']:,}"
     if memory["largest_token_budget"] < memory["token_budget"]:
         budget += f" does not fit: at most {memory['largest_token_budget']:,}"

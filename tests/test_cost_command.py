@@ -10,15 +10,17 @@ import pytest
 from conftest import write_jsonl
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hscache import cost_memory, packed_forward
 from hscache.cli import main
 from hscache.config import DataConfig, ProduceConfig, StoreConfig, TargetConfig
-from hscache.cost_config import PlannedDrafter, PlannedFit
+from hscache.cost_config import PlannedDrafter, PlannedFit, PlannedLoss, PlannedOptim
 from hscache.forward_flops import forward_flops
 from hscache.produce import produce
 from hscache.target_shape import shape_of
-from trainer.config import DrafterShape, FitConfig
+from trainer.config import DrafterShape, FitConfig, LossConfig, OptimConfig
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "tools" / "bench" / "results"
 SHAPE_27B = ROOT / "configs" / "qwen3.6-27b-target.json"
 THE_27B = [
     "--produce", str(ROOT / "configs" / "produce-qwen3.6-27b.yaml"),
@@ -56,7 +58,7 @@ def test_the_27b_run_is_planned_in_full(tmp_path, capsys):
 
 
 def test_measured_rates_replace_the_defaults_on_that_gpu_only(tmp_path, capsys):
-    bench = ROOT / "tools" / "bench" / "results" / "trainer-27b-h200.json"
+    bench = RESULTS / "trainer-27b-h200.json"
     figures = json.loads(bench.read_text())
     found = plan(tmp_path, *THE_27B, "--gpu", "h200", "--gpus", "4", "--measured", str(bench))
     assert found["gpu"]["flop_per_s"] == figures["gemm"]["sustained_flop_per_s"]
@@ -71,7 +73,7 @@ def test_measured_rates_replace_the_defaults_on_that_gpu_only(tmp_path, capsys):
 
 
 def test_slots_that_the_bench_did_not_score_are_not_counted(tmp_path):
-    bench = ROOT / "tools" / "bench" / "results" / "trainer-27b-h200.json"
+    bench = RESULTS / "trainer-27b-h200.json"
     figures = json.loads(bench.read_text())
     figures["row"]["scored_slots"] = 3 * figures["row"]["anchors"]
     bench = tmp_path / "bench.json"
@@ -112,7 +114,7 @@ def test_every_kind_of_result_is_understood(tmp_path):
 
 def test_a_fit_takes_the_days_its_bench_says(tmp_path):
     """On the machine of the bench: rows as full as the bench's, time within 20 %."""
-    bench = ROOT / "tools" / "bench" / "results" / "trainer-27b-h200.json"
+    bench = RESULTS / "trainer-27b-h200.json"
     figures = json.loads(bench.read_text())
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("4096\n" * 3)
@@ -202,12 +204,31 @@ def test_the_27b_target_takes_48_gflop_a_token():
     assert shape.weight_bytes(64) == pytest.approx(51.25e9, rel=1e-3)
 
 
+def test_memory_is_what_was_measured_on_an_h200(tmp_path):
+    """The bench of the forward: its weights, one pack of 65,536 tokens and its states."""
+    forward = json.loads((RESULTS / "forward-27b-h200.json").read_text())["budgets"][0]
+    found = plan(tmp_path, *THE_27B, "--gpu", "h200")["memory"]
+    assert forward["tokens"] == found["token_budget"]
+    held = found["target_weights_bytes"] + found["target_pack_bytes"]
+    assert held == pytest.approx(forward["peak_bytes"], rel=0.02)
+    # one GPU: 8 rows a step; the bench had 4, and kept 4 of its own
+    trainer = json.loads((RESULTS / "trainer-27b-h200.json").read_text())
+    assert found["trainer_peak_bytes"] == pytest.approx(trainer["peak_bytes"], rel=0.02)
+
+
+def test_memory_is_counted_as_the_trainer_and_the_forward_do():
+    assert cost_memory._MLP_ROWS == packed_forward.MLP_ROWS
+    assert LossConfig().slots_per_chunk("cuda") == cost_memory._CHUNK_SIZE
+
+
 def test_defaults_of_the_fit_file_are_those_of_the_trainer():
-    for mine, theirs in ((PlannedFit, FitConfig), (PlannedDrafter, DrafterShape)):
+    pairs = ((PlannedFit, FitConfig), (PlannedDrafter, DrafterShape), (PlannedLoss, LossConfig),
+             (PlannedOptim, OptimConfig))  # fmt: skip
+    for mine, theirs in pairs:
         defaults = {f.name: f.default for f in dataclasses.fields(theirs)}
         for field in dataclasses.fields(mine):
             assert field.name in defaults
-            if isinstance(field.default, int):
+            if isinstance(field.default, int | str):
                 assert field.default == defaults[field.name]
 
 
@@ -225,7 +246,7 @@ REFUSED = [
     (
         ["--gpu", "other", "--ceiling-tflops", "300", "--gpu-memory", "60GB",
          "--anchors-per-row", "2048"],
-        ["training does not fit", "1,730,", "x 18 bytes", "Fewer anchors_per_row"],
+        ["training does not fit", "masters 6.92 GB", "activations", "Fewer anchors_per_row"],
     ),
     (["--gpu", "other"], ["--ceiling-tflops", "The table knows rtx-pro-6000"]),
     (["--gpu", "h300"], ["found `h300`", "rtx-pro-6000-max-q"]),

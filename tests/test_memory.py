@@ -1,17 +1,21 @@
 """Predicted memory against the one run that was measured, and what is refused."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from hscache.errors import ConfigError
+from hscache.fit_memory import predict_memory
 from trainer.drafter import Drafter
 from trainer.drafter_config import DrafterConfig
 from trainer.masters import Masters
-from trainer.memory import predict_memory, require_memory
+from trainer.memory import require_memory
 
 GIB = 2**30
+RESULTS = Path(__file__).parents[1] / "tools" / "bench" / "results"
 DRAFTER = DrafterConfig(
     hidden_size=5120, intermediate_size=17408, num_hidden_layers=5, num_attention_heads=32,
     num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-6, rope_theta=1e7,
@@ -25,7 +29,7 @@ SMALL = dataclasses.replace(
 )  # fmt: skip
 ROW = {
     "row_tokens": 4096, "anchors_per_row": 512, "rows_per_step": 1, "chunk_size": 8192,
-    "dtype": torch.bfloat16, "optimizer": "adamw", "tied_head": False, "backend": "flex",
+    "dtype_bytes": 2, "optimizer": "adamw", "tied_head": False, "backend": "flex",
 }  # fmt: skip
 
 
@@ -48,6 +52,13 @@ def test_the_27b_drafter_is_within_a_few_percent_of_the_h200():
     assert found.peak / GIB == pytest.approx(46.0, rel=0.05)
 
 
+def test_a_step_of_four_rows_is_within_2_percent_of_the_trainers_bench():
+    """`trainer bench` on an H200, 2026-12-01; it keeps four rows of its own beside the loader's."""
+    bench = json.loads((RESULTS / "trainer-27b-h200.json").read_text())
+    own = memory().features  # as many as a fit of one row a step has
+    assert memory(rows_per_step=4).peak + own == pytest.approx(bench["peak_bytes"], rel=0.02)
+
+
 def test_each_setting_moves_the_part_that_it_should():
     base = dataclasses.asdict(memory())
 
@@ -63,7 +74,7 @@ def test_each_setting_moves_the_part_that_it_should():
     assert changed(outer_step=True) == {"moments"}
     assert changed(tied_head=True) == {"frozen"}
     assert memory(tied_head=True).frozen * 2 == memory().frozen
-    assert memory(dtype=torch.float32).copy == 0
+    assert memory(dtype_bytes=4).copy == 0
     assert memory(chunk_size=1).scratch > 0  # an MLP's gradients are always there
 
 
@@ -108,8 +119,8 @@ def test_activations_are_what_autograd_keeps(backend, dtype):
         )  # fmt: skip
     predicted = predict_memory(
         SMALL,
-        **{**ROW, "row_tokens": row_tokens, "anchors_per_row": num_blocks, "dtype": dtype,
-           "backend": backend},
+        **{**ROW, "row_tokens": row_tokens, "anchors_per_row": num_blocks,
+           "dtype_bytes": dtype.itemsize, "backend": backend},
     )  # fmt: skip
     counted = sum(storage.nbytes() for storage in kept.values())
     assert predicted.activations == pytest.approx(counted, rel=0.2)

@@ -9,13 +9,14 @@ import torch
 
 from hscache.device import DTYPES
 from hscache.drafter_sizes import num_parameters
+from hscache.fit_memory import RunMemory, describe_memory, predict_memory
 from hscache.report import format_bytes, format_table
 from trainer.anchors import valid_anchors
 from trainer.attention import training_backend
 from trainer.checkpoint import checkpoint_bytes
 from trainer.config import FitConfig
 from trainer.frozen import head_is_tied
-from trainer.memory import RunMemory, describe_memory, predict_memory, require_gpu_memory
+from trainer.memory import require_gpu_memory
 from trainer.mixture import MixedSchedule, describe_mixture
 from trainer.run_plan import RunPlan
 
@@ -48,7 +49,7 @@ def predicted_memory(run: RunPlan, device: torch.device, num_ranks: int) -> RunM
         anchors_per_row=config.anchors_per_row,
         rows_per_step=-(-config.global_batch_rows // num_ranks),
         chunk_size=config.loss.slots_per_chunk(device.type),
-        dtype=DTYPES[config.dtype],
+        dtype_bytes=DTYPES[config.dtype].itemsize,
         optimizer=config.optim.name,
         outer_step=num_ranks > 1 and config.sync.mode == "diloco",
         tied_head=head_is_tied(run.cache),
