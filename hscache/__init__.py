@@ -6,6 +6,7 @@
 Importing this package imports numpy, never torch or transformers.
 """
 
+import hscache.began  # noqa: F401 - first of all, for it notes the time
 from hscache.reader import Cache, Document
 from hscache.reader import open_cache as open
 from hscache.shard import Shard

@@ -24,6 +24,7 @@ from hscache.bench_target_config import BenchForwardConfig, BenchGemmConfig
 from hscache.config import spaced_layer_ids
 from hscache.cost_config import PlannedProduce
 from hscache.progress import configure_logging
+from hscache.reader import open_cache
 from hscache.settings import read_part, save_config
 from hscache.target_shape import load_shape
 
@@ -85,7 +86,7 @@ def run(config: BenchAllConfig, *, dry_run: bool = False) -> int:
 
 
 def _configs(config: BenchAllConfig, produce: PlannedProduce) -> dict[str, Any]:
-    # Sizes are those of the run that is planned: its packs, its shards, its codec.
+    # Sizes are those of the run that is planned: its packs, documents, shards, and its codec.
     target, store = produce.target, produce.store
     shape = load_shape(target)
     layers = target.target_layer_ids or spaced_layer_ids(shape.num_blocks, target.num_features)
@@ -104,6 +105,7 @@ def _configs(config: BenchAllConfig, produce: PlannedProduce) -> dict[str, Any]:
             target=target,
             random_weights=config.random_weights,
             budgets=(produce.token_budget,),
+            mean_tokens=_mean_tokens(config),
             gemm_seconds=config.seconds,
             json=_result(config, "bench forward"),
         ),
@@ -117,6 +119,14 @@ def _configs(config: BenchAllConfig, produce: PlannedProduce) -> dict[str, Any]:
             json=_result(config, "bench store"),
         ),
     }
+
+
+def _mean_tokens(config: BenchAllConfig) -> int:
+    """Return the mean length of the cache's documents, so that packs are like the run's."""
+    if config.shards is None:
+        return BenchForwardConfig.mean_tokens
+    plan = open_cache(config.shards).plan
+    return max(1, round(plan.num_tokens / plan.num_documents))
 
 
 def _trainer_bench(config: BenchAllConfig) -> Bench:

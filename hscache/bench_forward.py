@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from hscache import packed_forward, packed_ops
+from hscache.began import running_s
 from hscache.bench_gemm import dense_rate, machine, power_words, product_rate, write_figures
 from hscache.bench_target_config import BenchForwardConfig
 from hscache.clock import Clock, gpu_monitor
@@ -28,6 +29,7 @@ from hscache.device import DTYPES, choose_device
 from hscache.errors import ConfigError
 from hscache.forward_check import off_in_words, reference_errors, states_facts
 from hscache.forward_flops import document_lengths, forward_flops, mean_context_of, products
+from hscache.prepare import states_identity
 from hscache.pretrained import check_layer_ids, load_config
 from hscache.progress import configure_logging
 from hscache.random_target import random_base
@@ -71,6 +73,8 @@ def make_subject(config: BenchForwardConfig, device: torch.device) -> Subject:
     """Load the target, or build one of its shape with random weights."""
     if config.random_weights is None:
         target = Target(config.target)
+        # as produce does before its first pack: every weight is hashed
+        states_identity(config.target, target, target.frozen.to_bytes())
         blocks = target.captured_ids[-1] + 1
         return Subject(target._base, target.capture, target.forward_name, blocks, device)
     model, _ = load_config(config.target)
@@ -99,6 +103,7 @@ def measure(config: BenchForwardConfig, device: torch.device) -> dict[str, Any]:
     started = clock.mark()
     subject.capture(*pack)
     compile_s = clock.between(started, clock.mark())
+    ready_s = running_s()
     log.info("checking the states")
     checks = {**states_facts(subject.capture, *pack), **reference_errors(subject.base)}
     found = products(subject.base.config, subject.num_blocks)
@@ -125,6 +130,10 @@ def measure(config: BenchForwardConfig, device: torch.device) -> dict[str, Any]:
         "forward_name": subject.name,
         "blocks": subject.num_blocks,
         "compile_s": compile_s,
+        # of the process, as long as that of `produce` until its first pack but for the corpus
+        "start_s": None
+        if config.random_weights is not None
+        else max(0.0, ready_s - forward["seconds"]["median"]),
         "checks": checks,
         "off": off_in_words(checks),
         "gemm": ceiling,

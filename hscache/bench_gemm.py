@@ -125,6 +125,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if cuda else platform.processor() or "CPU",
+        "kind": device.type,
         "hscache": __version__,
         "python": platform.python_version(),
         **library_versions(),

@@ -11,6 +11,7 @@ share N GPUs between the target and the drafter:
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from hscache.planes import Codec
 from hscache.window import visit_stride
 
 DAY_S = 86_400.0
+CACHED = "cached"
+"""The pipeline in which `produce` ends before `trainer fit` starts."""
 
 RATIOS: dict[Codec, float] = {"lossless": 1.43, "none": 1.0, "bitround4": 2.0, "fp8": 2.2}
 """bf16 bytes over stored bytes on real residual streams: the smaller of two targets' (SmolLM2 and
@@ -161,6 +164,22 @@ class Speeds:
     trainer: float
     write: float = math.inf
     read: float = math.inf
+    in_turns: bool = False
+    """a pack is encoded and written after its forward, not beside the next one: on a CPU"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pauses:
+    """What a run takes beside its steps, in seconds; 0 where nothing was measured."""
+
+    target_start_s: float = 0.0
+    """from the start of `produce` to its first pack"""
+    trainer_start_s: float = 0.0
+    """from the start of `trainer fit` to its first step"""
+    looks_s: float = 0.0
+    """at held-out documents, all of a run"""
+    checkpoints_s: float = 0.0
+    """that training stops for, and the last one until it is on disk"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,13 +190,36 @@ class Estimate:
     target_gpus: int
     trainer_gpus: int
     """equal to the number of GPUs on both sides where they take turns"""
-    seconds: float
+    steps_s: float
+    """packs of the target and steps of the drafter"""
     bottleneck: str
+    start_s: float = 0.0
+    looks_s: float = 0.0
+    checkpoints_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.start_s + self.steps_s + self.looks_s + self.checkpoints_s
 
     @property
     def days(self) -> float:
         """The same in days."""
         return self.seconds / DAY_S
+
+    def with_pauses(self, pauses: Pauses) -> Estimate:
+        """Add what the run takes beside its steps.
+
+        Programs that run one after the other start one after the other, else at the same time.
+        Looks and checkpoints stop the drafter only, but are added in full.
+        """
+        starts = (pauses.target_start_s, pauses.trainer_start_s)
+        return dataclasses.replace(
+            self,
+            start_s=sum(starts) if self.name == CACHED else max(starts),
+            looks_s=pauses.looks_s,
+            checkpoints_s=pauses.checkpoints_s,
+        )
 
 
 def lock_step(work: Work, speeds: Speeds, num_gpus: int) -> Estimate:
@@ -194,7 +236,7 @@ def lock_step(work: Work, speeds: Speeds, num_gpus: int) -> Estimate:
             name="lock step",
             target_gpus=target_gpus,
             trainer_gpus=trainer_gpus,
-            seconds=target_s + drafter_s,
+            steps_s=target_s + drafter_s,
             bottleneck="each side waits for the other",
         )
 
@@ -221,7 +263,7 @@ def online(work: Work, speeds: Speeds, num_gpus: int) -> Estimate:
 
 def cached(work: Work, speeds: Speeds, num_gpus: int, token_bytes: float) -> Estimate:
     """Estimate the target once, over everything: all GPUs produce, then all of them train."""
-    return _in_turns("cached", work, speeds, num_gpus, target_passes=1, token_bytes=token_bytes)
+    return _in_turns(CACHED, work, speeds, num_gpus, target_passes=1, token_bytes=token_bytes)
 
 
 def windowed(work: Work, speeds: Speeds, num_gpus: int, token_bytes: float) -> Estimate | None:
@@ -257,12 +299,13 @@ def _in_turns(
     drafter_s = tokens * work.passes * work.drafter / (num_gpus * speeds.trainer)
     write_s = tokens * token_bytes / speeds.write
     read_s = tokens * work.passes * token_bytes / speeds.read
-    seconds = max(target_s, write_s) + max(drafter_s, read_s)
+    produce_s = target_s + write_s if speeds.in_turns else max(target_s, write_s)
+    seconds = produce_s + max(drafter_s, read_s)
     # The stage that would save most if it cost nothing.
     savings = {
-        "target": max(target_s, write_s) - write_s,
+        "target": produce_s - write_s,
         "drafter": max(drafter_s, read_s) - read_s,
-        "disk (write)": max(target_s, write_s) - target_s,
+        "disk (write)": produce_s - target_s,
         "disk (read)": max(drafter_s, read_s) - drafter_s,
     }
     worst = max(savings, key=lambda stage: savings[stage])
@@ -271,7 +314,7 @@ def _in_turns(
         name=name,
         target_gpus=num_gpus,
         trainer_gpus=num_gpus,
-        seconds=seconds,
+        steps_s=seconds,
         bottleneck=f"{worst}: {share:.0%} of the time",
     )
 
@@ -283,7 +326,7 @@ def _slowest(name: str, target_gpus: int, trainer_gpus: int, seconds: dict[str, 
         name=name,
         target_gpus=target_gpus,
         trainer_gpus=trainer_gpus,
-        seconds=seconds[worst],
+        steps_s=seconds[worst],
         bottleneck=f"{worst}: the other side is busy {others / seconds[worst]:.0%} of the time",
     )
 
@@ -291,6 +334,28 @@ def _slowest(name: str, target_gpus: int, trainer_gpus: int, seconds: dict[str, 
 def _best(split: Callable[[int, int], Estimate], num_gpus: int) -> Estimate:
     choices = [split(target, num_gpus - target) for target in range(1, num_gpus)]
     return min(choices, key=lambda estimate: estimate.seconds)
+
+
+def fit_pauses(
+    num_tokens: float,
+    *,
+    tokens_per_step: float,
+    checkpoint_every: int,
+    eval_every_tokens: int,
+    first_look_s: float,
+    look_s: float,
+    copy_s: float,
+    checkpoint_s: float,
+) -> tuple[float, float]:
+    """Return the seconds of all looks and of all checkpoints of a fit over so many tokens.
+
+    A look comes every `eval_every_tokens` (0: never), at regular checkpoints and at the end.
+    """
+    steps = math.ceil(num_tokens / tokens_per_step)
+    regular = (steps - 1) // checkpoint_every
+    looks = regular + num_tokens // eval_every_tokens + 1 if eval_every_tokens else 0
+    looks_s = first_look_s + (looks - 1) * look_s if looks else 0.0
+    return looks_s, regular * copy_s + checkpoint_s
 
 
 def limit_days(flop: float, num_gpus: int, flop_per_s: float) -> float:

@@ -18,22 +18,18 @@ from hscache.config import DEFAULT_RESERVE, spaced_layer_ids
 from hscache.cost_config import CostConfig, PlannedFit, PlannedProduce
 from hscache.cost_corpus import describe_corpus
 from hscache.cost_memory import require_memory
+from hscache.cost_rates import pauses_of, planned_gpu, speeds_of, sustained_rate
 from hscache.cost_text import format_plan
 from hscache.drafter_sizes import DrafterShape, num_parameters
 from hscache.flops import RowFlops, row_flops
 from hscache.forward_flops import ForwardFlops, forward_flops
-from hscache.gpus import GPUS, TERA, Gpu
+from hscache.gpus import Gpu
 from hscache.measured_rates import Measured, read_measured
 from hscache.planes import ARRAYS
 from hscache.progress import configure_logging
 from hscache.settings import read_part
 from hscache.sizes import parse_size
 from hscache.target_shape import TargetShape, load_shape
-
-DEFAULT_SHARE = 0.75
-"""Of the sustained products, where nothing was measured: both sides (design.md section 1)."""
-DEFAULT_SUSTAINED = 0.7
-"""Of the dense peak, where nobody measured the products of a GPU: an H200 sustains 67 %."""
 
 
 def run(config: CostConfig, *, dry_run: bool = False) -> int:
@@ -60,7 +56,7 @@ def plan(config: CostConfig) -> dict[str, Any]:
         fit = dataclasses.replace(fit, passes=config.passes)
     if config.anchors_per_row is not None:
         fit = dataclasses.replace(fit, anchors_per_row=config.anchors_per_row)
-    gpu = _gpu(config)
+    gpu = planned_gpu(config)
     target = load_shape(produce.target, config.target_config)
     layers = produce.target.target_layer_ids or spaced_layer_ids(
         target.num_blocks, produce.target.num_features
@@ -86,28 +82,22 @@ def plan(config: CostConfig) -> dict[str, Any]:
         longest=corpus["longest"],
     )
     of_target = forward_flops(target, num_blocks, num_tokens=1, mean_context=lengths.mean_context)
+    row_tokens = round(fit.row_tokens * measured.token_fill)
     rows = {
-        anchors: row_flops(
-            drafter,
-            num_tokens=fit.row_tokens,
-            num_anchors=anchors,
-            mean_context=lengths.mean_context,
-            num_scored=None
-            if measured.scored_per_anchor is None
-            else round(anchors * measured.scored_per_anchor),
-        )
+        anchors: _row_flops(drafter, row_tokens, anchors, lengths.mean_context, measured)
         for anchors in sorted({fit.anchors_per_row, config.fewer_anchors}, reverse=True)
     }
     disk = _disk(config, produce, fit, target, len(layers), corpus, measured)
-    sustained = _sustained(config, gpu, measured)
-    speeds, rates = _speeds(measured, sustained["flop_per_s"], of_target)
+    sustained = sustained_rate(config, gpu, measured)
+    pauses, unknown = pauses_of(measured, fit, corpus)
+    speeds, rates = speeds_of(measured, sustained["flop_per_s"], of_target)
     token_bytes = disk["raw_token_bytes"]
     pipelines, limits = [], []
     for anchors, row in rows.items():
-        work = _work(lengths, corpus, fit, of_target, row)
+        work = _work(lengths, corpus, fit.passes, of_target, row.total / row_tokens)
         limits.append(_limits(anchors, work, config.gpus, gpu, sustained["flop_per_s"]))
         pipelines += [
-            {"anchors_per_row": anchors, **dataclasses.asdict(found), "days": found.days}
+            _with_sums(anchors, found.with_pauses(pauses))
             for found in (
                 cost.lock_step(work, speeds, config.gpus),
                 cost.online(work, speeds, config.gpus),
@@ -127,6 +117,8 @@ def plan(config: CostConfig) -> dict[str, Any]:
             "drafter_weights": num_parameters(drafter),
             "passes": fit.passes,
             "row_tokens": fit.row_tokens,
+            "filled_tokens": measured.token_fill,
+            "filled_anchors": measured.anchor_fill,
             "anchors_per_row": fit.anchors_per_row,
             "block_size": fit.drafter.block_size,
             "gpus": config.gpus,
@@ -139,36 +131,19 @@ def plan(config: CostConfig) -> dict[str, Any]:
             "target_token": {**dataclasses.asdict(of_target), "total": of_target.total},
             "drafter_token": {
                 str(anchors): {
-                    **{n: v / fit.row_tokens for n, v in dataclasses.asdict(row).items()},
-                    "total": row.total / fit.row_tokens,
+                    **{n: v / row_tokens for n, v in dataclasses.asdict(row).items()},
+                    "total": row.total / row_tokens,
                 }
                 for anchors, row in rows.items()
             },
         },
         "rates": rates,
+        "pauses": {**dataclasses.asdict(pauses), "unknown": unknown},
         "limits": limits,
         "pipelines": pipelines,
         "levers": _levers(pipelines, limits, fit.anchors_per_row, config.fewer_anchors, disk),
         "notes": measured.notes,
     }
-
-
-def _gpu(config: CostConfig) -> Gpu:
-    if config.gpu != "other":
-        return GPUS[config.gpu]
-    assert config.ceiling_tflops is not None
-    assert config.gpu_memory is not None
-    return Gpu(
-        name="a GPU that is not in the table",
-        bf16=config.ceiling_tflops * TERA,
-        fp8=None,
-        fp4=None,
-        sparse_bf16=None,
-        memory_bytes=parse_size(config.gpu_memory, "gpu_memory"),
-        bandwidth=None,
-        power_w=None,
-        source="no dense peak is known: the measured ceiling stands in for it",
-    )
 
 
 def _disk(
@@ -238,53 +213,39 @@ def _free(config: CostConfig) -> tuple[int, int | None]:
     )
 
 
-def _sustained(config: CostConfig, gpu: Gpu, measured: Measured) -> dict[str, Any]:
-    if config.ceiling_tflops is not None:
-        return {"flop_per_s": config.ceiling_tflops * TERA, "how": "given as ceiling_tflops"}
-    if measured.sustained is not None:
-        return {"flop_per_s": measured.sustained, "how": "measured by a bench"}
-    if gpu.sustained is not None:
-        return {"flop_per_s": gpu.sustained, "how": gpu.sustained_source}
-    how = f"assumed: {DEFAULT_SUSTAINED:.0%} of the dense peak, for nobody measured it"
-    return {"flop_per_s": DEFAULT_SUSTAINED * gpu.bf16, "how": how}
+def _row_flops(
+    drafter: DrafterShape, row_tokens: int, anchors: int, context: float, measured: Measured
+) -> RowFlops:
+    filled = anchors * measured.anchor_fill
+    scored = measured.scored_per_anchor
+    return row_flops(
+        drafter,
+        num_tokens=row_tokens,
+        num_anchors=round(filled),
+        mean_context=context,
+        num_scored=None if scored is None else round(filled * scored),
+    )
 
 
-def _speeds(
-    measured: Measured, sustained: float, of_target: ForwardFlops
-) -> tuple[cost.Speeds, dict[str, Any]]:
-    assumed = f"assumed: {DEFAULT_SHARE:.0%} of the sustained products"
-    target, target_how = DEFAULT_SHARE * sustained, assumed
-    if measured.target_flop_per_s is not None:
-        target, target_how = measured.target_flop_per_s, "measured"
-    elif measured.target_tokens_per_s is not None:
-        target = measured.target_tokens_per_s * of_target.total
-        target_how = "measured, shards of a cache"
-    trainer, trainer_how = DEFAULT_SHARE * sustained, assumed
-    if measured.trainer_flop_per_s is not None:
-        trainer, trainer_how = measured.trainer_flop_per_s, "measured, steps from shards"
-    speeds = cost.Speeds(target=target, trainer=trainer, write=measured.write, read=measured.read)
-    return speeds, {
-        "target": {"flop_per_s": target, "share": target / sustained, "how": target_how},
-        "trainer": {"flop_per_s": trainer, "share": trainer / sustained, "how": trainer_how},
-        "disk_write": None if math.isinf(measured.write) else measured.write,
-        "disk_read": None if math.isinf(measured.read) else measured.read,
-    }
+def _with_sums(anchors: int, found: cost.Estimate) -> dict[str, Any]:
+    sums = {"seconds": found.seconds, "days": found.days}
+    return {"anchors_per_row": anchors, **dataclasses.asdict(found), **sums}
 
 
 def _work(
     lengths: cost.Lengths,
     corpus: dict[str, Any],
-    fit: PlannedFit,
+    passes: int,
     of_target: ForwardFlops,
-    row: RowFlops,
+    drafter_token: float,
 ) -> cost.Work:
     # The target also runs over held-out documents, the drafter does not: a fraction of a percent.
     share = corpus["training_tokens"] / corpus["tokens"]
     return cost.Work(
         num_tokens=lengths.num_tokens,
-        passes=fit.passes,
+        passes=passes,
         target=of_target.total,
-        drafter=share * row.total / fit.row_tokens,
+        drafter=share * drafter_token,
     )
 
 

@@ -154,3 +154,7 @@ class PlannedFit:
     """Rows in an optimizer step, over all GPUs."""
     dtype: Dtype = "bfloat16"
     """Dtype of the matrix products."""
+    checkpoint_every: int = 1000
+    """Optimizer steps between checkpoints."""
+    eval_every_tokens: int = 0
+    """Context tokens between two looks at held-out documents; 0: none."""

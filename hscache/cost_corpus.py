@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def describe_corpus(config: CostConfig, produce: PlannedProduce) -> dict[str, An
         "shards": cost.num_shards(training, shard_tokens) + held_out_shards,
         "held_out_shards": held_out_shards,
         "lengths": how,
+        "tokenise_s": None,
     }
 
 
@@ -73,8 +75,11 @@ def _tokenised(config: CostConfig, produce: PlannedProduce) -> dict[str, Any]:
         store=produce.store,
         token_budget=produce.token_budget,
     )
-    corpus = load_corpus(whole.data, load_tokenizer(whole.target), whole.store.seed)
+    tokenizer = load_tokenizer(whole.target)
+    started = time.perf_counter()
+    corpus = load_corpus(whole.data, tokenizer, whole.store.seed)
     shards = deal_into_shards(corpus.documents, whole.store.shard_tokens, whole.store.seed)
+    tokenise_s = time.perf_counter() - started  # produce does the same before its first pack
     lengths_D = np.array([len(document.ids_T) for document in corpus.documents], np.int64)
     training = np.array([not document.held_out for document in corpus.documents])
     lengths = cost.lengths_of(lengths_D)
@@ -87,4 +92,5 @@ def _tokenised(config: CostConfig, produce: PlannedProduce) -> dict[str, Any]:
         "shards": len(shards),
         "held_out_shards": sum(corpus.documents[shard[0]].held_out for shard in shards),
         "lengths": "counted",
+        "tokenise_s": tokenise_s,
     }

@@ -30,6 +30,22 @@ class Measured:
     """useful FLOP/s of steps from shards"""
     scored_per_anchor: float | None = None
     """slots that the loss scores a block: fewer than there are where slots are sampled or masked"""
+    token_fill: float = 1.0
+    """share of a row's tokens that real documents fill, and of its anchors"""
+    anchor_fill: float = 1.0
+    target_start_s: float | None = None
+    """of `produce`, until its first pack; the corpus is not in it"""
+    trainer_start_s: float | None = None
+    """of `trainer fit`, until its first step"""
+    first_look_s: float | None = None
+    """at held-out documents; the first compiles"""
+    look_s: float | None = None
+    checkpoint_copy_s: float | None = None
+    """a checkpoint stops training"""
+    checkpoint_s: float | None = None
+    """until it is on disk: the last one is waited for"""
+    in_turns: bool = False
+    """the target runs on a CPU: its states are encoded and written afterwards, not meanwhile"""
     target_flop_per_s: float | None = None
     target_tokens_per_s: float | None = None
     """of a cache's shards"""
@@ -79,6 +95,14 @@ def _add_file(found: Measured, path: Path, gpu: str) -> None:
         row, shards = figures["row"], figures["from_shards"]
         found.trainer_flop_per_s = shards["tokens_per_s"] * row["flop"]["total"] / row["tokens"]
         found.scored_per_anchor = row["scored_slots"] / row["anchors"]
+        settings = figures["config"]
+        found.token_fill = min(1.0, row["tokens"] / settings["row_tokens"])
+        found.anchor_fill = min(1.0, row["anchors"] / settings["anchors_per_row"])
+        found.trainer_start_s = figures.get("start_s")
+        if looks := figures.get("looks"):
+            found.first_look_s, found.look_s = looks["first_s"], looks["again_s"]
+        if saved := figures.get("checkpoint"):
+            found.checkpoint_copy_s, found.checkpoint_s = saved["copy_s"], saved["whole_s"]
         _add_ceiling(found, figures["gemm"])
         found.notes.append(
             f"trainer: {shards['tokens_per_s']:,.0f} tokens/s from shards, {path} ({device})"
@@ -86,6 +110,8 @@ def _add_file(found: Measured, path: Path, gpu: str) -> None:
     elif what == "hscache bench forward":
         forward = figures["budgets"][0]
         found.target_flop_per_s = forward["flop_per_s"]
+        found.target_start_s = figures.get("start_s")
+        found.in_turns = machine.get("kind") == "cpu"
         _add_ceiling(found, figures["gemm"])
         found.notes.append(
             f"target: {forward['tokens_per_s']:,.0f} tokens/s of packs of {forward['tokens']:,}, "

@@ -7,6 +7,7 @@ import pytest
 import torch
 from trainer_cache import documents, fit_config, make_cache
 
+from hscache.began import running_s
 from hscache.settings import to_dict
 from trainer.bench import _rows, format_figures, measure, run, spread, useful_flops
 from trainer.config import BenchConfig
@@ -43,6 +44,24 @@ def test_figures_add_up_and_are_written(config, capsys):
     assert len(figures["forward_backward"]["share_by_turn"]) == 3
     assert 0 <= shards["data_wait"] <= 1
     assert shards["tokens_per_s"] * shards["seconds"] >= 30 * shards["rows"]
+
+
+def test_what_a_run_pays_beside_its_steps_is_measured(tmp_path):
+    folder = make_cache(tmp_path / "cache", documents([30] * 12, held_out=(0, 1, 2)))
+    fit = fit_config(folder, tmp_path / "unused", eval_every_tokens=100, eval_documents=2)
+    settings = {name: getattr(fit, name) for name in to_dict(fit)}
+    config = BenchConfig(
+        **{**settings, "passes": 50}, repeats=1, gemm_seconds=0.01, shard_seconds=0.01,
+        json=tmp_path / "out" / "bench.json",
+    )  # fmt: skip
+    started = running_s()
+    figures = measure(plan_run(config), torch.device("cpu"))
+    assert started < figures["start_s"] < running_s()
+    assert figures["looks"]["documents"] == 2
+    assert figures["looks"]["again_s"] > 0
+    assert 0 < figures["checkpoint"]["copy_s"] <= figures["checkpoint"]["whole_s"]
+    assert list(config.json.parent.iterdir()) == []  # the checkpoint is gone
+    assert "2 documents" in format_figures(figures)
 
 
 def test_dry_run_measures_nothing(config, capsys):

@@ -40,6 +40,8 @@ def test_all_benches_are_one_json_and_one_picture(flags, tmp_path, capfd):
     }  # fmt: skip
     for name, figures in found["results"].items():
         assert json.loads((tmp_path / "out" / f"{name}.json").read_text()) == figures
+    assert found["results"]["bench-forward"]["config"]["mean_tokens"] == 30  # as in the cache
+    assert found["results"]["bench-forward"]["start_s"] > 0
     roofline = found["roofline"]
     best = max(f["sustained_flop_per_s"] for f in (
         found["results"]["bench-gemm"]["best"], found["results"]["bench-forward"]["gemm"],

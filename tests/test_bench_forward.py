@@ -62,6 +62,7 @@ def test_bench_forward_adds_up_and_compares(hybrid_dir, tmp_path, capsys):
     figures = json.loads(output.read_text())
     assert figures["off"] == []
     assert figures["blocks"] == 4
+    assert figures["start_s"] is None  # nothing was loaded
     for forward, budget in zip(figures["budgets"], (128, 64), strict=True):
         flop = forward["flop"]
         assert forward["tokens"] == budget

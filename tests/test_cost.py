@@ -1,5 +1,6 @@
 """What a run costs, and the sums of the run this project grew out of, assumptions by name."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -226,3 +227,38 @@ def test_devices_are_known_by_the_names_torch_gives():
     assert gpu_of_device("NVIDIA RTX PRO 6000 Blackwell Workstation Edition") == "rtx-pro-6000"
     assert gpu_of_device("NVIDIA H100 80GB HBM3") == "h100-sxm"
     assert gpu_of_device("Intel Xeon") is None
+
+
+def test_looks_and_checkpoints_are_those_that_a_fit_makes():
+    """25 steps of 100 tokens: checkpoints at 10, 20 and the end; looks there and each 600."""
+    times = {"first_look_s": 5.0, "look_s": 1.0, "copy_s": 0.5, "checkpoint_s": 2.0}
+    looks_s, checkpoints_s = cost.fit_pauses(
+        2500, tokens_per_step=100, checkpoint_every=10, eval_every_tokens=600, **times
+    )
+    assert looks_s == 5 + (2 + 4)
+    assert checkpoints_s == 2 * 0.5 + 2
+    none = cost.fit_pauses(
+        2500, tokens_per_step=100, checkpoint_every=10, eval_every_tokens=0, **times
+    )
+    assert none == (0, checkpoints_s)
+    assert cost.fit_pauses(
+        1000, tokens_per_step=100, checkpoint_every=10, eval_every_tokens=10**9, **times
+    ) == (5, 2)  # the last step's checkpoint is no regular one beside the last
+
+
+def test_programs_that_follow_each_other_start_one_after_the_other():
+    pauses = cost.Pauses(target_start_s=20, trainer_start_s=30, looks_s=4, checkpoints_s=3)
+    window = cost.windowed(work(512), SPEEDS, 4, 51_200).with_pauses(pauses)
+    in_turns = cost.cached(work(512), SPEEDS, 4, 51_200).with_pauses(pauses)
+    assert (window.start_s, in_turns.start_s) == (30, 50)
+    assert in_turns.seconds == in_turns.steps_s + 50 + 4 + 3
+    assert in_turns.seconds / in_turns.steps_s < 1.001  # days: the pauses are noise
+
+
+def test_on_a_cpu_writing_waits_for_the_forward():
+    slow = dataclasses.replace(SPEEDS, write=1e9)
+    beside = cost.cached(work(512), slow, 1, 51_200).steps_s
+    after = cost.cached(work(512), dataclasses.replace(slow, in_turns=True), 1, 51_200).steps_s
+    forward_s = work(512).num_tokens * work(512).target / slow.target
+    write_s = work(512).num_tokens * 51_200 / 1e9
+    assert after - beside == pytest.approx(min(forward_s, write_s))

@@ -126,6 +126,39 @@ def test_a_fit_takes_the_days_its_bench_says(tmp_path):
     assert rate == pytest.approx(figures["from_shards"]["tokens_per_s"], rel=0.2)
 
 
+def test_start_looks_and_checkpoints_are_added_as_the_benches_measured_them(tmp_path, capsys):
+    bench = json.loads((RESULTS / "trainer-27b-h200.json").read_text())
+    bench |= {
+        "start_s": 25.0, "looks": {"first_s": 9.0, "again_s": 2.0, "documents": 64},
+        "checkpoint": {"copy_s": 4.0, "whole_s": 20.0},
+    }  # fmt: skip
+    bench["row"] |= {"tokens": 2048, "anchors": 384}  # half and three quarters of a row
+    trainer = tmp_path / "trainer.json"
+    trainer.write_text(json.dumps(bench))
+    forward = tmp_path / "forward.json"
+    rate = {"flop_per_s": 6e14, "tokens_per_s": 12_600, "tokens": 65_536}
+    forward.write_text(json.dumps({
+        "what": "hscache bench forward", "machine": {"device": "NVIDIA H200", "kind": "cuda"},
+        "budgets": [rate], "gemm": {"sustained_flop_per_s": 6.8e14}, "start_s": 90.0,
+    }))  # fmt: skip
+    found = plan(tmp_path, *THE_27B, "--gpu", "h200", "--measured", str(trainer), str(forward))
+    [cached] = [p for p in found["pipelines"]
+                if p["name"] == "cached" and p["anchors_per_row"] == 512]  # fmt: skip
+    tokens = 6 * found["corpus"]["training_tokens"]
+    saves = -(-tokens // (8 * 2048)) // 1000  # the last step is no thousandth one
+    assert cached["start_s"] == 25 + 90
+    assert cached["checkpoints_s"] == saves * 4 + 20
+    assert cached["looks_s"] == 9 + 2 * (tokens // 20_000_000 + saves)
+    names = ("start_s", "steps_s", "looks_s", "checkpoints_s")
+    assert cached["seconds"] == pytest.approx(sum(cached[name] for name in names))
+    assert found["pauses"]["unknown"] == ["tokenising"]
+    assert cached["start_s"] < 1e-3 * cached["seconds"]  # days: noise
+    text = capsys.readouterr().out
+    assert "parts, 512 anchors" in text
+    assert "not measured, so not counted: tokenising" in text
+    assert "50% of their tokens, 75% of their anchors" in text
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory, llama_dir, corpus_file):
     """A real small cache, and the config files it was made with."""
@@ -158,6 +191,7 @@ def test_bytes_and_inodes_are_within_5_percent_of_a_real_cache(small, tmp_path, 
     found = plan(tmp_path, *of_small(small, *flags))
     cache = small / "cache"
     assert found["corpus"]["shards"] == len(list((cache / "shards").iterdir()))
+    assert found["pauses"]["target_start_s"] == found["corpus"]["tokenise_s"] > 0
     inodes = sum(1 for _ in (cache / "shards").rglob("*"))
     assert found["disk"]["inodes"] == inodes
     arrays = list((cache / "shards").rglob("bits/c.*"))

@@ -1,10 +1,13 @@
 """Compare the time that `hscache plan` says with the time that `produce` and `trainer fit` take.
 
-Takes the config files of both, and a folder for everything that is written. Makes the cache once
-(the benches need one), runs `hscache bench all`, plans with its files, and then produces and trains
-anew, each `--rounds` times; the medians are compared. The load of the machine is in the JSON.
+Takes the config files of both, and a folder for everything that is written. Produces and trains
+once, which fills the caches of disk and compilers and makes the shards that the benches need; runs
+`hscache bench all`; plans with its files; then produces and trains anew, each `--rounds` times. The
+medians are compared, part by part. The load of the machine is in the JSON.
 
     python tools/check_plan.py OUT --produce configs/demo-produce.yaml --fit configs/demo-fit.yaml
+
+`--until first` ends after the first time; a later call with the same folder goes on from there.
 """
 
 from __future__ import annotations
@@ -30,42 +33,62 @@ def main() -> None:
     parser.add_argument("--gpu", default="other", help="as for hscache plan; other: a CPU")
     parser.add_argument("--seconds", default="2", help="as for hscache bench all")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--until", choices=("first", "end"), default="end")
     options = parser.parse_args()
     folder = options.folder
     folder.mkdir(parents=True, exist_ok=True)
-    cache, run = folder / "cache", folder / "run"
+    first = folder / "first.json"
+    if not first.exists():
+        first.write_text(json.dumps(_round(options, folder)) + "\n")
+    if options.until == "first":
+        print(first.read_text())
+        return
     both = ["--produce", str(options.produce), "--fit", str(options.fit)]
-    rounds: list[dict[str, float]] = []
-    _produce(options.produce, cache)
-    _call("hscache", "bench", "all", str(folder / "bench"), *both, "--shards", str(cache),
-          "--seconds", options.seconds, "--json", str(folder / "all.json"))  # fmt: skip
+    _call(
+        "hscache", "bench", "all", str(folder / "bench"), *both, "--shards", str(folder / "cache"),
+        "--seconds", options.seconds, "--json", str(folder / "all.json"),
+        "--picture", str(folder / "roofline.svg"),
+    )  # fmt: skip
     planned = _plan(folder, both, options.gpu)
-    for _ in range(options.rounds):
-        load = os.getloadavg()[0]
-        produce_s = _produce(options.produce, cache)
-        shutil.rmtree(run, ignore_errors=True)
-        fit_s = _call("trainer", "fit", "--config", str(options.fit), "--shards", str(cache),
-                      "--run-dir", str(run))  # fmt: skip
-        rounds.append({"load": load, "produce_s": produce_s, "fit_s": fit_s,
-                       "steps_s": _steps_s(run)})  # fmt: skip
+    rounds = [_round(options, folder) for _ in range(options.rounds)]
     measured = {key: statistics.median(r[key] for r in rounds) for key in rounds[0]}
-    [cached] = [
-        p for p in planned["pipelines"]
-        if p["name"] == "cached" and p["anchors_per_row"] == planned["run"]["anchors_per_row"]
-    ]  # fmt: skip
-    whole = measured["produce_s"] + measured["fit_s"]
+    expected = _parts(planned)
     found = {
         "what": "check_plan",
-        "plan": {"seconds": cached["seconds"], **_parts(planned, cached["seconds"])},
-        "measured": {"seconds": whole, **measured},
-        "off": cached["seconds"] / whole - 1,
+        "plan": expected,
+        "measured": measured,
+        "off": {
+            name: expected[name] / measured[name] - 1
+            for name in ("seconds", "produce_s", "fit_s", "steps_s", "looks_s")
+            if measured[name]
+        },
+        "first": json.loads(first.read_text()),
         "rounds": rounds,
         "corpus": planned["corpus"],
         "rates": planned["rates"],
+        "pauses": planned["pauses"],
         "cpus": os.cpu_count(),
     }
     (folder / "check_plan.json").write_text(json.dumps(found, indent=2) + "\n")
-    print(f"planned {found['plan']}, took {found['measured']}, off by {found['off']:+.1%}")
+    for name, off in found["off"].items():
+        print(
+            f"{name:10} planned {expected[name]:8.1f} s, took {measured[name]:8.1f} s, {off:+.1%}"
+        )
+    print(f"load {measured['load']:.1f} on {os.cpu_count()} cores")
+
+
+def _round(options: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Produce and train anew; return the seconds of each, and of the parts of training."""
+    cache, run = folder / "cache", folder / "run"
+    load = os.getloadavg()[0]
+    shutil.rmtree(cache, ignore_errors=True)
+    shutil.rmtree(run, ignore_errors=True)
+    produce_s = _call("hscache", "produce", "--config", str(options.produce),
+                      "--shard-dir", str(cache))  # fmt: skip
+    fit_s = _call("trainer", "fit", "--config", str(options.fit), "--shards", str(cache),
+                  "--run-dir", str(run))  # fmt: skip
+    return {"load": load, "seconds": produce_s + fit_s, "produce_s": produce_s, "fit_s": fit_s,
+            **_parts_of_fit(run)}  # fmt: skip
 
 
 def _plan(folder: Path, both: list[str], gpu: str) -> dict[str, Any]:
@@ -80,26 +103,41 @@ def _plan(folder: Path, both: list[str], gpu: str) -> dict[str, Any]:
     return json.loads((folder / "plan.json").read_text())
 
 
-def _steps_s(run: Path) -> float:
-    """Return the seconds of the steps alone, without start-up, looks and checkpoints."""
+def _parts_of_fit(run: Path) -> dict[str, float]:
+    """Return the seconds of all steps and looks; steps at the rate behind the first line, whose
+    time has the start of the reader and all compiling in it."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    seconds, before = 0.0, 0
-    for line in lines:
-        if "perf/tokens_per_s" in line:
-            seconds += (line["train/tokens"] - before) / line["perf/tokens_per_s"]
-            before = line["train/tokens"]
-    return seconds
+    steps = [line for line in lines if line.get("perf/tokens_per_s")]
+    tokens = [line["train/tokens"] for line in steps]
+    later_s = sum(
+        (reached - before) / line["perf/tokens_per_s"]
+        for before, reached, line in zip(tokens, tokens[1:], steps[1:], strict=False)
+    )
+    share = (tokens[-1] - tokens[0]) / tokens[-1]
+    return {
+        "steps_s": later_s / share if share else 0.0,
+        "looks_s": sum(line.get("eval/seconds", 0.0) for line in lines),
+    }
 
 
-def _parts(planned: dict[str, Any], seconds: float) -> dict[str, float]:
-    rate = planned["rates"]["target"]["flop_per_s"]
-    produce_s = planned["corpus"]["tokens"] * planned["flops"]["target_token"]["total"] / rate
-    return {"produce_s": produce_s, "fit_s": seconds - produce_s}
-
-
-def _produce(config: Path, cache: Path) -> float:
-    shutil.rmtree(cache, ignore_errors=True)
-    return _call("hscache", "produce", "--config", str(config), "--shard-dir", str(cache))
+def _parts(planned: dict[str, Any]) -> dict[str, float]:
+    """Return what the plan says of produce, then fit, and of the parts of the second."""
+    run, pauses = planned["run"], planned["pauses"]
+    [cached] = [
+        p for p in planned["pipelines"]
+        if p["name"] == "cached" and p["anchors_per_row"] == run["anchors_per_row"]
+    ]  # fmt: skip
+    token = planned["flops"]["drafter_token"][str(run["anchors_per_row"])]["total"]
+    tokens = planned["corpus"]["training_tokens"] * run["passes"]
+    steps_s = tokens * token / planned["rates"]["trainer"]["flop_per_s"]
+    fit_s = pauses["trainer_start_s"] + steps_s + cached["looks_s"] + cached["checkpoints_s"]
+    return {
+        "seconds": cached["seconds"],
+        "produce_s": cached["seconds"] - fit_s,
+        "fit_s": fit_s,
+        "steps_s": steps_s,
+        **{name: cached[name] for name in ("start_s", "looks_s", "checkpoints_s")},
+    }
 
 
 def _call(program: str, *words: str) -> float:

@@ -1,7 +1,8 @@
 """`trainer bench`: how fast a run would train on this machine, against what its GPU can do.
 
 Takes a fit configuration and a cache; measures the products alone (the ceiling), forward and
-backward, whole steps, and whole steps from shards. Nothing is written but the figures.
+backward, whole steps, whole steps from shards, and what a run pays beside them: its start, a look
+at held-out documents, a checkpoint (written beside the file of figures, and deleted again).
 
     trainer bench --config configs/fit-qwen3.6-27b.yaml --shards /dev/shm/cache --json bench.json
 """
@@ -24,6 +25,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from hscache import __version__
+from hscache.began import running_s
 from hscache.clock import Clock, gpu_monitor
 from hscache.device import DTYPES, choose_device
 from hscache.flops import RowFlops, row_flops
@@ -31,6 +33,7 @@ from hscache.progress import configure_logging
 from hscache.report import format_table
 from hscache.settings import to_dict
 from trainer.batches import Batch, Loader
+from trainer.bench_pauses import checkpoint_seconds, describe_pauses, look_seconds
 from trainer.config import BenchConfig
 from trainer.drafter_config import DrafterConfig
 from trainer.run_plan import RunPlan, plan_run
@@ -77,8 +80,9 @@ def measure(run: RunPlan, device: torch.device) -> dict[str, Any]:
     started = time.perf_counter()
     for batch in batches:
         _forward_backward(training, batch)
+    training.update(batches[:1])
     clock.finish()
-    compile_s = time.perf_counter() - started
+    compile_s, ready_s = time.perf_counter() - started, running_s()
 
     clock.reset_peak()
     rows = itertools.cycle(batches)
@@ -107,7 +111,11 @@ def measure(run: RunPlan, device: torch.device) -> dict[str, Any]:
     copy = _copy_seconds(run, device, clock)
     log.info("steps from shards")
     streamed = _from_shards(run, training, device)
+    peak_bytes = clock.peak_bytes()
+    log.info("a look at held-out documents, a checkpoint")
+    looks, checkpoint = look_seconds(run, training), checkpoint_seconds(run, training, config.json)
     step_flop = row_flop * config.global_batch_rows
+    worked_s = (len(batches) + 1) * statistics.median(both) + statistics.median(optimizer)
     figures = {
         "what": "trainer bench",
         "date": datetime.date.today().isoformat(),
@@ -124,6 +132,10 @@ def measure(run: RunPlan, device: torch.device) -> dict[str, Any]:
             },
         },
         "compile_s": compile_s,
+        # of the process, to where its first step could be made; the rows of `compile_s` left out
+        "start_s": max(0.0, ready_s - worked_s),
+        "looks": looks,
+        "checkpoint": checkpoint,
         "gemm": ceiling,
         "copy_s": spread(copy),
         "forward_s": spread(forward),
@@ -132,7 +144,7 @@ def measure(run: RunPlan, device: torch.device) -> dict[str, Any]:
         "optimizer_s": spread(optimizer),
         "step": _rate(steps, step_flop, ceiling),
         "from_shards": streamed,
-        "peak_bytes": clock.peak_bytes(),
+        "peak_bytes": peak_bytes,
     }
     if config.compare == "naive":
         log.info("the same rows without a compiler, attention by scaled_dot_product_attention")
@@ -360,6 +372,8 @@ def format_figures(figures: dict[str, Any]) -> str:
          f"{step['share_of_sustained_gemm']:.1%} of sustained"],
         ["from shards", f"{shards['tokens_per_s']:,.0f} tokens/s over {shards['seconds']:.0f} s, "
          f"waiting for data {shards['data_wait']:.2%}"],
+        ["start", f"{figures['start_s']:.1f} s, compiling included"],
+        *describe_pauses(figures),
         ["compiled", f"{shards['graphs_compiled']} graphs, {figures['compile_s']:.0f} s; "
          f"later than the first rows at rows {shards['graphs_compiled_at_rows']}"],
     ]  # fmt: skip

@@ -87,7 +87,7 @@ class HeldOutWatch:
                 log.warning("it cannot be the best any more: %s", error)
                 return 0.0
             Masters(drafter, DTYPES[self._run.config.dtype])  # lowers the matrices, as in training
-            found = self._figures(training, drafter).acceptance.sequential
+            found = look_at_held_out(self._run, training, drafter).acceptance.sequential
             self._rescored[checkpoint] = found or 0.0
         return self._rescored[checkpoint]
 
@@ -118,7 +118,7 @@ class HeldOutWatch:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # steps under way are not the evaluation's time
         started_s = time.perf_counter()
-        figures = self._figures(training, training.drafter)
+        figures = look_at_held_out(self._run, training, training.drafter)
         seconds = time.perf_counter() - started_s
         training.window.leave_out(seconds)
         if figures.loss is not None and not math.isfinite(figures.loss):
@@ -133,19 +133,21 @@ class HeldOutWatch:
             "eval/seconds": seconds,
         }
 
-    def _figures(self, training: Training, drafter: Drafter) -> HeldOutFigures:
-        return evaluate_held_out(
-            drafter,
-            training.frozen,
-            self._run.held_out,
-            gamma=self._run.row.gamma,
-            row_tokens=self._run.row.row_tokens,
-            anchors_per_row=self._run.row.anchors_per_row,
-            device=training.frozen.head_VH.device,
-            dtype=DTYPES[self._run.config.dtype],
-            chunk_size=training.chunk_size,
-            backend=training.backend,
-        )
+
+def look_at_held_out(run: RunPlan, training: Training, drafter: Drafter) -> HeldOutFigures:
+    """Score the run's held-out documents with a drafter, in rows of the training shape."""
+    return evaluate_held_out(
+        drafter,
+        training.frozen,
+        run.held_out,
+        gamma=run.row.gamma,
+        row_tokens=run.row.row_tokens,
+        anchors_per_row=run.row.anchors_per_row,
+        device=training.frozen.head_VH.device,
+        dtype=DTYPES[run.config.dtype],
+        chunk_size=training.chunk_size,
+        backend=training.backend,
+    )
 
 
 def metrics_of(figures: HeldOutFigures) -> dict[str, float | None]:
