@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,10 @@ def main() -> None:
         print(first.read_text())
         return
     both = ["--produce", str(options.produce), "--fit", str(options.fit)]
+    picture = ["--picture", str(folder / "roofline.svg")] if find_spec("matplotlib") else []
     _call(
         "hscache", "bench", "all", str(folder / "bench"), *both, "--shards", str(folder / "cache"),
-        "--seconds", options.seconds, "--json", str(folder / "all.json"),
-        "--picture", str(folder / "roofline.svg"),
+        "--seconds", options.seconds, "--json", str(folder / "all.json"), *picture,
     )  # fmt: skip
     planned = _plan(folder, both, options.gpu)
     rounds = [_round(options, folder) for _ in range(options.rounds)]
