@@ -15,6 +15,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -156,6 +157,11 @@ class Work:
         return self.num_tokens * (self.target + self.passes * self.drafter)
 
 
+Writing = Literal["beside", "after", "included"]
+"""Packs are encoded and written beside the next forward (a GPU), after their own (a CPU); or the
+target's rate is that of shards, whose writing is in it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
     """What one GPU reaches on each side, FLOP/s; and what the disk does, bytes/s (inf: unknown)."""
@@ -164,8 +170,7 @@ class Speeds:
     trainer: float
     write: float = math.inf
     read: float = math.inf
-    in_turns: bool = False
-    """a pack is encoded and written after its forward, not beside the next one: on a CPU"""
+    writing: Writing = "beside"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,11 +304,13 @@ def _in_turns(
     drafter_s = tokens * work.passes * work.drafter / (num_gpus * speeds.trainer)
     write_s = tokens * token_bytes / speeds.write
     read_s = tokens * work.passes * token_bytes / speeds.read
-    produce_s = target_s + write_s if speeds.in_turns else max(target_s, write_s)
+    produce_s = {
+        "beside": max(target_s, write_s), "after": target_s + write_s, "included": target_s
+    }[speeds.writing]  # fmt: skip
     seconds = produce_s + max(drafter_s, read_s)
     # The stage that would save most if it cost nothing.
     savings = {
-        "target": produce_s - write_s,
+        "target": produce_s if speeds.writing == "included" else produce_s - write_s,
         "drafter": max(drafter_s, read_s) - read_s,
         "disk (write)": produce_s - target_s,
         "disk (read)": max(drafter_s, read_s) - drafter_s,

@@ -53,7 +53,8 @@ class CostConfig:
     """Memory of a GPU that is not in the table, such as 48GB."""
     measured: tuple[Path, ...] = ()
     """Result files of benches (trainer bench --json, and the like) and caches that were produced:
-    their rates on this kind of GPU, and their ratio, replace the defaults."""
+    their rates on this kind of GPU, and their ratio, replace the defaults. A cache's rate is that
+    of all of produce, so it goes before that of the forward alone."""
     json: Path | None = None
     """Also write all figures to this file."""
 

@@ -59,11 +59,13 @@ def speeds_of(
     """Return what one GPU reaches on each side; and the same in words, for the tables."""
     assumed = f"assumed: {DEFAULT_SHARE:.0%} of the sustained products"
     target, target_how = DEFAULT_SHARE * sustained, assumed
-    if measured.target_flop_per_s is not None:
-        target, target_how = measured.target_flop_per_s, "measured"
-    elif measured.target_tokens_per_s is not None:
+    writing: cost.Writing = "after" if measured.in_turns else "beside"
+    if measured.target_tokens_per_s is not None:
         target = measured.target_tokens_per_s * of_target.total
-        target_how = "measured, shards of a cache"
+        target_how = "measured, shards of a cache: writing included"
+        writing = "included"
+    elif measured.target_flop_per_s is not None:
+        target, target_how = measured.target_flop_per_s, "measured"
     trainer, trainer_how = DEFAULT_SHARE * sustained, assumed
     if measured.trainer_flop_per_s is not None:
         trainer, trainer_how = measured.trainer_flop_per_s, "measured, steps from shards"
@@ -72,7 +74,7 @@ def speeds_of(
         trainer=trainer,
         write=measured.write,
         read=measured.read,
-        in_turns=measured.in_turns,
+        writing=writing,
     )
     return speeds, {
         "target": {"flop_per_s": target, "share": target / sustained, "how": target_how},

@@ -48,7 +48,7 @@ class Measured:
     """the target runs on a CPU: its states are encoded and written afterwards, not meanwhile"""
     target_flop_per_s: float | None = None
     target_tokens_per_s: float | None = None
-    """of a cache's shards"""
+    """of a cache's shards, all that `produce` does included"""
     sustained: float | None = None
     """FLOP/s of products alone"""
     write: float = math.inf

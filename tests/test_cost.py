@@ -258,7 +258,10 @@ def test_programs_that_follow_each_other_start_one_after_the_other():
 def test_on_a_cpu_writing_waits_for_the_forward():
     slow = dataclasses.replace(SPEEDS, write=1e9)
     beside = cost.cached(work(512), slow, 1, 51_200).steps_s
-    after = cost.cached(work(512), dataclasses.replace(slow, in_turns=True), 1, 51_200).steps_s
+    after = cost.cached(work(512), dataclasses.replace(slow, writing="after"), 1, 51_200).steps_s
     forward_s = work(512).num_tokens * work(512).target / slow.target
     write_s = work(512).num_tokens * 51_200 / 1e9
     assert after - beside == pytest.approx(min(forward_s, write_s))
+    # the rate of shards has it in it already
+    shards = cost.cached(work(512), dataclasses.replace(slow, writing="included"), 1, 51_200)
+    assert shards.steps_s == pytest.approx(after - write_s)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from hscache.config import DataConfig, ProduceConfig, StoreConfig, TargetConfig
 from hscache.cost_config import PlannedDrafter, PlannedFit, PlannedLoss, PlannedOptim
 from hscache.forward_flops import forward_flops
 from hscache.produce import produce
+from hscache.reader import open_cache
 from hscache.target_shape import shape_of
 from trainer.config import DrafterShape, FitConfig, LossConfig, OptimConfig
 
@@ -183,6 +185,26 @@ def small(tmp_path_factory, llama_dir, corpus_file):
 def of_small(small, *flags):
     files = ["--produce", str(small / "produce.yaml"), "--fit", str(small / "fit.yaml")]
     return [*files, "--gpu", "h200", *flags]
+
+
+def test_the_rate_of_shards_goes_before_that_of_the_forward_alone(small, tmp_path, monkeypatch):
+    """On the device that made them; writing is in it, so the disk's rate adds nothing."""
+    monkeypatch.chdir(small)
+    cache = open_cache(small / "cache")
+    [device] = {cache.shard_manifest(s).provenance["device_name"] for s in cache.published_shards()}
+    rates = [m.num_tokens / m.provenance["seconds"]
+             for m in map(cache.shard_manifest, cache.published_shards())]  # fmt: skip
+    forward = tmp_path / "forward.json"
+    forward.write_text(json.dumps({
+        "what": "hscache bench forward", "machine": {"device": device, "kind": "cpu"},
+        "budgets": [{"flop_per_s": 1e9, "tokens_per_s": 1, "tokens": 512}],
+        "gemm": {"sustained_flop_per_s": 1e12},
+    }))  # fmt: skip
+    flags = of_small(small, "--measured", str(forward), "cache")
+    flags[flags.index("h200")] = "other"
+    found = plan(tmp_path, *flags, "--ceiling-tflops", "1", "--gpu-memory", "1TB")
+    rate = found["rates"]["target"]["flop_per_s"] / found["flops"]["target_token"]["total"]
+    assert rate == pytest.approx(statistics.median(rates))
 
 
 @pytest.mark.parametrize("flags", [(), ("--measured", "cache")], ids=["codec none", "its ratio"])

@@ -51,6 +51,7 @@ def main() -> None:
         "--seconds", options.seconds, "--json", str(folder / "all.json"), *picture,
     )  # fmt: skip
     planned = _plan(folder, both, options.gpu)
+    from_shards = _plan(folder, both, options.gpu, str(folder / "cache"))
     rounds = [_round(options, folder) for _ in range(options.rounds)]
     measured = {key: statistics.median(r[key] for r in rounds) for key in rounds[0]}
     expected = _parts(planned)
@@ -58,6 +59,8 @@ def main() -> None:
         "what": "check_plan",
         "plan": expected,
         "measured": measured,
+        # with the rate of the first cache's shards, not that of the forward and the disk alone
+        "plan_from_shards": _parts(from_shards),
         "off": {
             name: expected[name] / measured[name] - 1
             for name in ("seconds", "produce_s", "fit_s", "steps_s", "looks_s")
@@ -75,6 +78,8 @@ def main() -> None:
         print(
             f"{name:10} planned {expected[name]:8.1f} s, took {measured[name]:8.1f} s, {off:+.1%}"
         )
+    shards_s = found["plan_from_shards"]["produce_s"]
+    print(f"produce_s  planned {shards_s:8.1f} s from the shards of the first cache")
     print(f"load {measured['load']:.1f} on {os.cpu_count()} cores")
 
 
@@ -92,16 +97,17 @@ def _round(options: argparse.Namespace, folder: Path) -> dict[str, float]:
             **_parts_of_fit(run)}  # fmt: skip
 
 
-def _plan(folder: Path, both: list[str], gpu: str) -> dict[str, Any]:
+def _plan(folder: Path, both: list[str], gpu: str, *more: str) -> dict[str, Any]:
     results = [str(p) for p in sorted((folder / "bench").glob("*-*.json"))
                if not p.name.endswith(".config.json")]  # fmt: skip
     flags: list[str] = []
     if gpu == "other":
         best = json.loads((folder / "all.json").read_text())["roofline"]["sustained"]
         flags = ["--ceiling-tflops", str(best / 1e12), "--gpu-memory", "1TB"]
-    _call("hscache", "plan", *both, "--gpu", gpu, *flags, "--measured", *results,
-          "--json", str(folder / "plan.json"))  # fmt: skip
-    return json.loads((folder / "plan.json").read_text())
+    written = folder / ("plan-from-shards.json" if more else "plan.json")
+    _call("hscache", "plan", *both, "--gpu", gpu, *flags, "--measured", *results, *more,
+          "--json", str(written))  # fmt: skip
+    return json.loads(written.read_text())
 
 
 def _parts_of_fit(run: Path) -> dict[str, float]:
