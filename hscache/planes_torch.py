@@ -21,7 +21,9 @@ def encode_states(states: torch.Tensor, codec: Codec) -> dict[str, torch.Tensor]
     if codec == "fp8":
         values = states.float()
         largest = values.abs().amax(dim=-1)
-        scale = torch.where(largest > 0, largest / FP8_MAX, torch.ones_like(largest))
+        # By a tensor: CUDA divides by a plain number through its reciprocal, an ulp off.
+        shares = largest / torch.full_like(largest, FP8_MAX)
+        scale = torch.where(largest > 0, shares, torch.ones_like(largest))
         values = (values / scale[..., None]).clamp_(-FP8_MAX, FP8_MAX)
         return {"fp8": values.to(torch.float8_e4m3fn).view(torch.uint8), "scale": scale}
     bits = states.view(torch.int16)

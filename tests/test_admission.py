@@ -359,9 +359,9 @@ def test_who_vanishes_is_named_at_once_and_the_reason_is_kept_fresh(cache, tmp_p
             assert fill(cache, admission) == []
             admission.wait()  # of the same kind, so it is not said again yet
             assert a.name not in caplog.text
-            assert "nobody has registered" in limit_in_words(cache, look(cache))
+            assert "nobody has registered" in limit_in_words(look(cache))
             producer.report()  # the next heartbeat
-            assert f"it waits for {a.name}" in limit_in_words(cache, look(cache))
+            assert f"it waits for {a.name}" in limit_in_words(look(cache))
         bury(layout.consumers_dir(cache.path) / f"{a.name}.json")
         assert fill(cache, admission) == []
         admission.wait()
