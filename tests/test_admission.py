@@ -367,7 +367,7 @@ def test_who_vanishes_is_named_at_once_and_the_reason_is_kept_fresh(cache, tmp_p
         admission.wait()
         assert f"{a.name} (0 of 7 shards acknowledged, not running" in caplog.text
         assert f"resume {a.name}, or start" in limit_in_words(
-            cache, dataclasses.replace(look(cache), producers=[])
+            dataclasses.replace(look(cache), producers=[])
         )
 
 
