@@ -18,7 +18,7 @@ from hscache.gpus import Gpu
 from hscache.report import format_bytes
 from hscache.target_shape import TargetShape
 
-_MLP_ROWS = 16_384
+_MLP_ROWS = 32_768
 """hscache.packed_forward.MLP_ROWS, without importing torch"""
 _STATES_AHEAD = 3
 """Packs whose states wait on the GPU beside that of the forward (hscache.stages): one is written,

@@ -9,12 +9,19 @@ Axes: as in hscache.packed_ops.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import logging
+from types import ModuleType
+
 import torch
 import triton
 import triton.language as tl
 
 from hscache.pack import Pack
 from hscache.packed_ops import L2_EPS
+
+log = logging.getLogger(__name__)
 
 
 def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
@@ -91,7 +98,15 @@ def scan(
     beta_1TN: torch.Tensor,
     pack: Pack,
 ) -> torch.Tensor:
-    """See packed_ops.scan; FLA's, or FlashQLA's where FLA finds it installed."""
+    """See packed_ops.scan; FlashQLA's where it is installed and takes these heads, else FLA's."""
+    flash_qla = _flash_qla()
+    head_dims = {query_1TKD.shape[-1], value_1TND.shape[-1]}
+    if flash_qla is not None and head_dims == {128} and query_1TKD.dtype == torch.bfloat16:
+        # Called here and not by FLA, which lets it ask the device for the boundaries and split long
+        # documents: each waits for all work that the host has given the device before.
+        inputs = (query_1TKD, key_1TKD, value_1TND, decay_1TN, beta_1TN)
+        boundaries = _with_chunks(pack)
+        return flash_qla.chunk_gated_delta_rule(*inputs, cu_seqlens=boundaries, auto_cp=False)[0]
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # it looks for a GPU at import
 
     return chunk_gated_delta_rule(
@@ -103,6 +118,27 @@ def scan(
         cu_seqlens=pack.cumulative,
         chunk_indices=pack.chunks,
     )[0]
+
+
+@functools.cache
+def _flash_qla() -> ModuleType | None:
+    """https://github.com/QwenLM/FlashQLA, where it is installed and knows this GPU."""
+    if importlib.util.find_spec("flash_qla") is None:
+        return None
+    try:
+        return importlib.import_module("flash_qla")
+    except (ImportError, OSError, ValueError) as error:  # ValueError: a GPU it has no kernels for
+        log.warning("flash-qla is installed and not used: %s", error)
+        return None
+
+
+def _with_chunks(pack: Pack) -> torch.Tensor:
+    """Return the boundaries with FlashQLA's own notes of the chunks between them, made once."""
+    if not hasattr(pack.cumulative, "_flash_qla_prepared_varlen"):
+        from flash_qla.utils.index import prepare_varlen_metadata
+
+        prepare_varlen_metadata(pack.cumulative, torch.tensor(pack.offsets))
+    return pack.cumulative
 
 
 def gated_norm(

@@ -1,9 +1,11 @@
 """Keep the GPU in the forward: its packs run ahead while earlier ones are checked and written.
 
-Takes shards, hands on their documents as `hscache.produce.fill` wants them. A pack's forward goes
-to one stream; when it ends, a second stream measures its states, splits them into planes and copies
-them into page-locked buffers, while the next forward runs. The host waits only for a pack that it
-is about to write. At most `AHEAD` + 1 packs are on their way, so that memory is bounded.
+Takes shards, hands on their documents as `hscache.produce.fill` wants them. Forwards go to one
+stream, a few packs ahead. When one has ended, a second stream measures its states, splits them into
+planes and copies them into a page-locked buffer, while the next forward runs; then the host writes
+them. Nothing is given to the second stream before: a stream that waits takes about a thousand
+kernels, and the host that gives it more waits too, with the next forward in its hands. At most
+`AHEAD` + 1 packs are on their way, so that memory is bounded.
 
 Axes: T tokens of a pack, L captured layers, H hidden, N documents of a pack.
 """
@@ -77,7 +79,6 @@ class _Work:
     started_s: float = field(default_factory=time.perf_counter)
     forward_s: float = 0.0
     copy_s: float = 0.0
-    wait_s: float = 0.0
     write_s: float = 0.0
     publish_s: float = 0.0
     """of the shard before"""
@@ -92,12 +93,9 @@ class _Launched:
     documents: list[int]
     offsets: list[int]
     states_TLH: torch.Tensor
-    """kept until the copy is done"""
-    measures: Measures
-    arrays: dict[str, Any]
-    buffer: torch.Tensor
-    marks: tuple[Any, Any, Any]
-    """events: forward begins, forward ends, copy ends"""
+    begins: Any
+    """marks around the forward"""
+    ends: Any
 
 
 class Stages:
@@ -127,7 +125,7 @@ class Stages:
         self._cuda = target.device.type == "cuda"
         self._todo: deque[tuple[int, list[int]]] = deque()
         self._launched: deque[_Launched] = deque()
-        self._free: list[torch.Tensor] = []
+        self._page_locked: torch.Tensor | None = None
         self._copies = torch.cuda.Stream(target.device) if self._cuda else None
         self._work = _Work()
         self._report: dict[str, Any] = {}
@@ -145,13 +143,10 @@ class Stages:
             while self._has(shard):
                 self._poll()
                 self._launch_more()
-                pack = self._launched.popleft()
-                self._await(pack)
-                for found in self._documents(pack):
+                for found in self._documents():
                     before_s = time.perf_counter()
                     yield found
                     self._work.write_s += time.perf_counter() - before_s
-                self._free.append(pack.buffer)
         self._report = self._summary(gpu)
         self._work = _Work()
 
@@ -167,14 +162,7 @@ class Stages:
     def _take_up(self, shard: int) -> None:
         """Make a shard the next; forget packs of others, which were guessed wrongly."""
         self._todo = deque(pack for pack in self._todo if pack[0] == shard)
-        kept: deque[_Launched] = deque()
-        for pack in self._launched:
-            if pack.shard == shard:
-                kept.append(pack)
-            else:
-                self._finish(pack)
-                self._free.append(pack.buffer)
-        self._launched = kept
+        self._launched = deque(pack for pack in self._launched if pack.shard == shard)
         if not self._has(shard):
             self._plan_shard(shard)
 
@@ -239,38 +227,27 @@ class Stages:
         )
         lengths = [int(plan.lengths[document]) for document in documents]
         offsets = [0, *itertools.accumulate(lengths)]
-        device = self._target.device
-        with torch.cuda.device(device) if self._cuda else contextlib.nullcontext():
+        with self._on_device():
             begins = self._mark()
             states_TLH = self._target.capture(ids_T, offsets)
-            ends = self._mark()
-            buffer = self._buffer(2 * states_TLH.numel())
-            with self._copying(ends):
-                measures = measure(states_TLH, offsets, self._codec).to_host()
-                arrays = split_into(states_TLH, self._codec, buffer)
-                copied = self._mark()
-        return _Launched(
-            shard, documents, offsets, states_TLH, measures, arrays, buffer, (begins, ends, copied)
-        )
+            return _Launched(shard, documents, offsets, states_TLH, begins, self._mark())
 
-    @contextlib.contextmanager
-    def _copying(self, after: Any) -> Iterator[None]:
-        if self._copies is None:
-            yield
-            return
-        with torch.cuda.stream(self._copies):
-            self._copies.wait_event(after)
-            yield
+    def _on_device(self) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.device(self._target.device) if self._cuda else contextlib.nullcontext()
+
+    def _copying(self) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.stream(self._copies) if self._copies else contextlib.nullcontext()
 
     def _buffer(self, size_bytes: int) -> torch.Tensor:
-        """Return a page-locked buffer; those of finished packs are used again."""
-        for index, buffer in enumerate(self._free):
-            if buffer.numel() >= size_bytes:
-                return self._free.pop(index)
-        self._free.clear()
-        token_bytes = 2 * len(self._target.captured_ids) * int(self._target.config.hidden_size)
-        largest = min(self.token_budget, self._plan.num_tokens) * token_bytes
-        return torch.empty(max(size_bytes, largest), dtype=torch.uint8, pin_memory=self._cuda)
+        """Return the page-locked buffer; the pack before is written when it is asked for."""
+        if self._page_locked is None or self._page_locked.numel() < size_bytes:
+            token_bytes = 2 * len(self._target.captured_ids) * int(self._target.config.hidden_size)
+            largest = min(self.token_budget, self._plan.num_tokens) * token_bytes
+            self._page_locked = None
+            self._page_locked = torch.empty(
+                max(size_bytes, largest), dtype=torch.uint8, pin_memory=self._cuda
+            )
+        return self._page_locked
 
     def _mark(self) -> Any:
         if not self._cuda:
@@ -279,19 +256,15 @@ class Stages:
         event.record()
         return event
 
-    def _await(self, pack: _Launched) -> None:
-        """Wait until a pack's states are in its buffer; count the time."""
-        before_s = time.perf_counter()
-        self._finish(pack)
-        work = self._work
-        work.wait_s += time.perf_counter() - before_s
-        begins, ends, copied = pack.marks
+    def _wait_for(self, pack: _Launched) -> None:
+        """Wait until a pack's forward has ended; count its work."""
         if self._cuda:
-            work.forward_s += begins.elapsed_time(ends) / 1e3
-            work.copy_s += ends.elapsed_time(copied) / 1e3
-        else:
-            work.forward_s += ends - begins
-            work.copy_s += copied - ends
+            try:
+                pack.ends.synchronize()
+            except RuntimeError as error:
+                raise self._failed(pack.shard, pack.documents, error) from error
+        work = self._work
+        work.forward_s += self._seconds(pack.begins, pack.ends)
         lengths = [b - a for a, b in itertools.pairwise(pack.offsets)]
         config = self._target.config
         tokens, context = pack.offsets[-1], mean_context_of(lengths)
@@ -301,25 +274,53 @@ class Stages:
         work.tokens += tokens
         work.documents_per_pack.append(len(pack.documents))
 
-    def _finish(self, pack: _Launched) -> None:
-        if self._cuda:
-            try:
-                pack.marks[2].synchronize()
-            except RuntimeError as error:
-                raise self._failed(pack.shard, pack.documents, error) from error
+    def _seconds(self, begin: Any, end: Any) -> float:
+        return begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
 
-    def _documents(self, pack: _Launched) -> Iterator[tuple[int, Measured]]:
-        for index, document in enumerate(pack.documents):
-            begin, end = pack.offsets[index], pack.offsets[index + 1]
+    def _documents(self) -> Iterator[tuple[int, Measured]]:
+        pack = self._launched.popleft()
+        self._wait_for(pack)
+        documents, offsets = pack.documents, pack.offsets
+        measures, arrays = self._brought(pack)
+        del pack  # its states are on the host: the GPU has their memory back while they are written
+        for index, document in enumerate(documents):
+            begin, end = offsets[index], offsets[index + 1]
             yield (
                 document,
                 Measured(
-                    facts=document_facts(pack.measures, begin, end),
-                    sums=document_sums(pack.measures, index, begin, end),
-                    arrays={name: values[begin:end] for name, values in pack.arrays.items()},
-                    encoded="bits" not in pack.arrays,
+                    facts=document_facts(measures, begin, end),
+                    sums=document_sums(measures, index, begin, end),
+                    arrays={name: values[begin:end] for name, values in arrays.items()},
+                    encoded="bits" not in arrays,
                 ),
             )
+
+    def _brought(self, pack: _Launched) -> tuple[Measures, dict[str, Any]]:
+        """Measure the states of a pack whose forward has ended; copy both to the host."""
+        try:
+            try:
+                return self._copied(pack)
+            except torch.OutOfMemoryError:
+                # Forwards ahead take memory too; when they are done there is what this takes.
+                if self._cuda:
+                    torch.cuda.synchronize(self._target.device)
+                    torch.cuda.empty_cache()
+                return self._copied(pack)
+        except RuntimeError as error:
+            raise self._failed(pack.shard, pack.documents, error) from error
+
+    def _copied(self, pack: _Launched) -> tuple[Measures, dict[str, Any]]:
+        states_TLH = pack.states_TLH
+        buffer = self._buffer(2 * states_TLH.numel())
+        with self._on_device(), self._copying():
+            begins = self._mark()
+            measures = measure(states_TLH, pack.offsets, self._codec).to_host()
+            arrays = split_into(states_TLH, self._codec, buffer)
+            ends = self._mark()
+            if self._cuda:
+                ends.synchronize()
+        self._work.copy_s += self._seconds(begins, ends)
+        return measures, arrays
 
     def _summary(self, gpu: dict[str, Any]) -> dict[str, Any]:
         work = self._work
@@ -330,10 +331,11 @@ class Stages:
             "check and write": work.write_s / seconds,
             "publish": work.publish_s / seconds,
         }
-        # The host waits: the GPU is the limit. A pack that ran before its turn counts in the shard
-        # that waited for it, so a share can pass 100 %.
+        # A pack that ran before its turn counts in the shard that waited for it, so a share can be
+        # above 100 %. The host writes and publishes one after the other, while the GPU goes on.
+        host = work.write_s + work.publish_s > work.forward_s
         sides = ("forward", "measure and copy"), ("check and write", "publish")
-        limit = max(sides[work.wait_s <= 0.02 * seconds], key=lambda name: shares[name])
+        limit = max(sides[host], key=lambda name: shares[name])
         log.info(
             "%s tokens/s, %.0f TFLOP/s of useful work; busy: %s; the limit: %s%s",
             f"{work.tokens / seconds:,.0f}", work.flop / seconds / 1e12,

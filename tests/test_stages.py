@@ -243,6 +243,36 @@ def test_packs_wait_for_earlier_ones_before_they_are_halved(plain, llama_dir, mo
     assert running.token_budget == 256
 
 
+def test_states_without_room_to_measure_them_are_measured_again(
+    plain, tmp_path, llama_dir, corpus_file, ahead, monkeypatch, caplog
+):
+    calls = itertools.count()
+
+    def cramped(*arguments):
+        if next(calls) in (1, 4):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return measure(*arguments)
+
+    monkeypatch.setattr("hscache.stages.measure", cramped)
+    assert run_here(tmp_path / "cache", llama_dir, corpus_file, token_budget=256) == 0
+    same_arrays(tmp_path / "cache", plain)
+    assert not any("did not fit" in record.getMessage() for record in caplog.records)
+
+
+def test_states_that_cannot_be_measured_end_the_run_by_name(
+    plain, tmp_path, llama_dir, corpus_file, ahead, monkeypatch, capfd
+):
+    def cramped(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("hscache.stages.measure", cramped)
+    assert run_here(tmp_path / "cache", llama_dir, corpus_file, token_budget=256) == 1
+    error = capfd.readouterr().err
+    assert "shard 0, documents" in error
+    assert "CUDA out of memory" in error
+    assert not temporaries(tmp_path / "cache")
+
+
 def test_halving_twice_warns_once(plain, llama_dir, monkeypatch, caplog):
     running = make_stages(plain, llama_dir, token_budget=700)
     sizes = failing(monkeypatch, out_of_memory_above(200))

@@ -15,9 +15,10 @@ from conftest import byte_tokenizer, save_target
 from hybrid_maker import TEXT, with_slow_decay
 
 from hscache.config import TargetConfig
-from hscache.packed_forward import MLP_ROWS
+from hscache.packed_forward import MLP_ROWS, kernels
 from hscache.target import Target
 
+packed_kernels = kernels()  # None without a GPU
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -115,6 +116,39 @@ def test_a_document_in_a_pack_is_as_it_is_alone(family):
     for start, stop in itertools.pairwise(offsets):
         noise_L = relative_L(single[start:stop], exact[start:stop])
         assert (relative_L(packed[start:stop], single[start:stop]) < 2 * noise_L + 1e-3).all()
+
+
+@pytest.mark.parametrize("scan", ["fla", "flash_qla"])
+def test_a_pack_is_launched_without_waiting_for_the_gpu(family, scan, monkeypatch):
+    target, _ = family
+    if scan == "flash_qla":
+        pytest.importorskip("flash_qla")
+    else:
+        monkeypatch.setattr(packed_kernels, "_flash_qla", lambda: None)
+        monkeypatch.setenv("FLA_FLASH_QLA", "0")
+    for lengths in (LENGTHS, LENGTHS[::-1]):  # the first time compiles
+        ids_T, offsets = make_pack(lengths)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(4_000_000_000)  # about two seconds of work before it
+        before = torch.cuda.Event()
+        before.record()
+        target.capture(ids_T, offsets)
+        waited = before.query()
+    assert not waited
+
+
+@pytest.mark.parametrize("documents", [1, 2, 3, 20])
+def test_both_scans_agree(documents, folders, monkeypatch):
+    pytest.importorskip("flash_qla")
+    target = load(folders["hybrid"])
+    exact = load(folders["hybrid"], "cpu", "float32")
+    ids_T, offsets = make_pack([70] * documents)
+    expected = exact.capture(ids_T, offsets)
+    errors = [relative_L(target.capture(ids_T, offsets), expected)]
+    monkeypatch.setattr(packed_kernels, "_flash_qla", lambda: None)
+    monkeypatch.setenv("FLA_FLASH_QLA", "0")
+    errors.append(relative_L(target.capture(ids_T, offsets), expected))
+    assert (errors[0] <= 1.1 * errors[1]).all()
 
 
 def test_changing_one_document_changes_the_others_by_exactly_zero(family):
