@@ -2,7 +2,8 @@
 
 Takes bfloat16 states; hands on, per document, what `hscache.content` and a shard's statistics would
 find on the host, and the planes of `hscache.planes` in a buffer on the host. In plain PyTorch, a
-few thousand tokens at a time, so that it needs little memory beside a forward.
+few thousand tokens at a time, so that it needs little memory beside a forward; and never document
+by document, for each would take tens of kernels.
 
 Axes: T tokens, L captured layers, H hidden, N documents of a pack.
 """
@@ -10,9 +11,8 @@ Axes: T tokens, L captured layers, H hidden, N documents of a pack.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from hscache.content import Facts
+from hscache.pack import to_device
 from hscache.planes import ARRAYS, LOSSY, Codec
 from hscache.planes_torch import TORCH_DTYPES, encode_states, squared_errors
 from hscache.sums import StateSums
@@ -48,33 +49,33 @@ class Measures:
 
 def measure(states_TLH: torch.Tensor, offsets: Sequence[int], codec: Codec) -> Measures:
     """Measure a pack's states, bfloat16, for the checks and statistics of each document."""
-    num_documents = len(offsets) - 1
     num_tokens, layers, hidden = states_TLH.shape
-    device = states_TLH.device
+    num_documents, device = len(offsets) - 1, states_TLH.device
     flags_TL = torch.empty((num_tokens, layers), dtype=torch.uint8, device=device)
     norms_TL = torch.empty((num_tokens, layers), dtype=torch.float32, device=device)
     squares_NLH = torch.zeros((num_documents, layers, hidden), device=device)
     max_NL = torch.zeros((num_documents, layers), device=device)
     errors_NLH = torch.zeros_like(squares_NLH) if codec in LOSSY else None
-    for index, (begin, end) in enumerate(itertools.pairwise(offsets)):
-        first_LH = states_TLH[begin].view(torch.int16)
-        for start in range(begin, end, _ROWS):
-            rows = slice(start, min(start + _ROWS, end))
-            bits = states_TLH[rows].view(torch.int16)
-            if errors_NLH is not None:
-                arrays = encode_states(states_TLH[rows], codec)
-                errors_NLH[index] += squared_errors(states_TLH[rows], arrays, codec)
-            values = states_TLH[rows].float()
-            largest = values.abs().amax(dim=2)
-            flags = (~torch.isfinite(largest)).to(torch.uint8) * _NOT_FINITE
-            flags += (largest == 0).to(torch.uint8) * _ZERO
-            flags += (bits == bits[:, :, :1]).all(dim=2).to(torch.uint8) * _FLAT
-            flags += (bits == first_LH).all(dim=2).to(torch.uint8) * _AS_FIRST
-            squares = values.square_()
-            flags_TL[rows] = flags
-            norms_TL[rows] = squares.sum(dim=2).sqrt_()
-            squares_NLH[index] += squares.sum(dim=0)
-            max_NL[index] = torch.maximum(max_NL[index], largest.amax(dim=0))
+    firsts_T = to_device(np.repeat(offsets[:-1], np.diff(offsets)), device)
+    for rows, documents, lengths in _pieces(offsets, device):
+        states = states_TLH[rows]
+        bits = states.view(torch.int16)
+        if errors_NLH is not None:
+            squares = squared_errors(states, encode_states(states, codec), codec)
+            errors_NLH[documents] += _by_document(squares, "sum", lengths)
+        values = states.float()
+        largest = values.abs().amax(dim=2)
+        flags = (~torch.isfinite(largest)).to(torch.uint8) * _NOT_FINITE
+        flags += (largest == 0).to(torch.uint8) * _ZERO
+        flags += (bits == bits[:, :, :1]).all(dim=2).to(torch.uint8) * _FLAT
+        firsts = states_TLH[firsts_T[rows]].view(torch.int16)
+        flags += (bits == firsts).all(dim=2).to(torch.uint8) * _AS_FIRST
+        squares = values.square_()
+        flags_TL[rows] = flags
+        norms_TL[rows] = squares.sum(dim=2).sqrt_()
+        squares_NLH[documents] += _by_document(squares, "sum", lengths)
+        found = _by_document(largest, "max", lengths)
+        max_NL[documents] = torch.maximum(max_NL[documents], found)
     return Measures(
         flags_TL=flags_TL,
         norms_TL=norms_TL,
@@ -82,6 +83,27 @@ def measure(states_TLH: torch.Tensor, offsets: Sequence[int], codec: Codec) -> M
         max_NL=max_NL,
         errors_NLH=errors_NLH,
     )
+
+
+def _pieces(
+    offsets: Sequence[int], device: torch.device
+) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Cut a pack into runs of `_ROWS` tokens: the rows, their documents, and rows of each."""
+    bounds = np.asarray(offsets)
+    slices, lengths = [], []
+    for start in range(0, int(bounds[-1]), _ROWS):
+        stop = min(start + _ROWS, int(bounds[-1]))
+        first, after = np.searchsorted(bounds, start, "right") - 1, np.searchsorted(bounds, stop)
+        slices.append((slice(start, stop), slice(int(first), int(after))))
+        lengths.append(np.diff(bounds[first : after + 1].clip(start, stop)))
+    on_device = to_device(np.concatenate(lengths), device)  # one copy for all
+    parts = on_device.split([len(of) for of in lengths])
+    return ((*found, part) for found, part in zip(slices, parts, strict=True))
+
+
+def _by_document(values: torch.Tensor, how: str, lengths: torch.Tensor) -> torch.Tensor:
+    # `unsafe` leaves out a check of the lengths, for which the host would wait
+    return torch.segment_reduce(values, how, lengths=lengths, axis=0, unsafe=True)
 
 
 def document_facts(measures: Measures, begin: int, end: int) -> Facts:

@@ -54,8 +54,8 @@ def decode_states(arrays: Mapping[str, torch.Tensor], codec: Codec) -> torch.Ten
 def squared_errors(
     states_TLH: torch.Tensor, arrays: Mapping[str, torch.Tensor], codec: Codec
 ) -> torch.Tensor:
-    """Return what a lossy codec changes: squared differences summed over tokens, float32 [L, H]."""
-    return (decode_states(arrays, codec).float() - states_TLH.float()).square_().sum(dim=0)
+    """Return what a lossy codec changes: squared differences, float32 [T, L, H]."""
+    return (decode_states(arrays, codec).float() - states_TLH.float()).square_()
 
 
 def _bitround(bits: torch.Tensor) -> torch.Tensor:

@@ -126,10 +126,11 @@ class Stages:
         self._todo: deque[tuple[int, list[int]]] = deque()
         self._launched: deque[_Launched] = deque()
         self._page_locked: torch.Tensor | None = None
-        self._copies = torch.cuda.Stream(target.device) if self._cuda else None
+        self._copies = torch.cuda.Stream(target.device, priority=-1) if self._cuda else None
         self._work = _Work()
         self._report: dict[str, Any] = {}
         self._warned = False
+        self._warm_up()
 
     def states(self, shard: int) -> Iterator[tuple[int, Measured]]:
         """Yield (document, states) of a shard, in order.
@@ -248,6 +249,15 @@ class Stages:
                 max(size_bytes, largest), dtype=torch.uint8, pin_memory=self._cuda
             )
         return self._page_locked
+
+    def _warm_up(self) -> None:
+        """Load every kernel of the second stream: a first use waits for all that the GPU has."""
+        hidden = int(self._target.config.hidden_size)
+        states_TLH = torch.ones(2, len(self._target.captured_ids), hidden, dtype=torch.bfloat16)
+        with self._on_device(), self._copying():
+            there_TLH = states_TLH.to(self._target.device)
+            measure(there_TLH, (0, 1, 2), self._codec).to_host()
+            split_into(there_TLH, self._codec, self._buffer(2 * states_TLH.numel()))
 
     def _mark(self) -> Any:
         if not self._cuda:

@@ -43,7 +43,7 @@ def test_squared_errors_are_those_of_the_decoded_states(codec):
     bits_TLH = some_bits()
     before = states(bits_TLH)
     after = states(decode(encode(bits_TLH, codec), codec))
-    expected = (after.double() - before.double()).square().sum(dim=0)
+    expected = (after.double() - before.double()).square()
     found = squared_errors(before, encode_states(before, codec), codec)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=0)
     assert (found.sum() == 0) == (codec in ("lossless", "none"))

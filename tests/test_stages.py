@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from producer import array_hashes, command, published, temporaries
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hscache import cli, layout, measures, produce
 from hscache.config import TargetConfig
@@ -113,6 +114,28 @@ def test_a_device_finds_what_a_lossy_codec_changes(codec, monkeypatch):
         after = to_float32(decode(encode(bits[begin:end], codec), codec)).astype(np.float64)
         expected = np.square(after - to_float32(bits[begin:end])).sum(axis=0)
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-30)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what would be kernels."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("codec", ["lossless", "fp8"])
+def test_many_documents_take_no_more_kernels_than_one(codec):
+    counts = []
+    for offsets in ([0, 40], OFFSETS, list(range(41))):
+        with Operations() as operations:
+            measure(states(), offsets, codec)
+        counts.append(operations.count)
+    assert counts == [counts[0]] * 3
 
 
 def same_arrays(folder, other):
@@ -262,8 +285,10 @@ def test_states_without_room_to_measure_them_are_measured_again(
 def test_states_that_cannot_be_measured_end_the_run_by_name(
     plain, tmp_path, llama_dir, corpus_file, ahead, monkeypatch, capfd
 ):
-    def cramped(*arguments):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    def cramped(states_TLH, *arguments):
+        if len(states_TLH) > 2:  # as many as warm it up
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return measure(states_TLH, *arguments)
 
     monkeypatch.setattr("hscache.stages.measure", cramped)
     assert run_here(tmp_path / "cache", llama_dir, corpus_file, token_budget=256) == 1
