@@ -52,9 +52,13 @@ def run(config: BenchForwardConfig, *, dry_run: bool = False) -> int:
         budgets = ", ".join(f"{budget:,}" for budget in config.budgets)
         print(f"would measure forwards of {budgets} tokens on {device}")
         return 0
-    figures = measure(config, device)
+    subject = make_subject(config, device)
+    figures = measure(subject, config)
+    write_figures(figures, config.json)  # the comparison takes minutes
+    if config.compare == "transformers":
+        figures["transformers"] = compare(subject, config, figures["budgets"][0])
+        write_figures(figures, config.json)
     print(format_figures(figures))
-    write_figures(figures, config.json)
     return 1 if figures["off"] else 0
 
 
@@ -93,9 +97,9 @@ def make_subject(config: BenchForwardConfig, device: torch.device) -> Subject:
     return Subject(base, forward, "fused", blocks, device)
 
 
-def measure(config: BenchForwardConfig, device: torch.device) -> dict[str, Any]:
-    """Return all figures: rates in FLOP/s and tokens/s, times in seconds, sizes in bytes."""
-    subject = make_subject(config, device)
+def measure(subject: Subject, config: BenchForwardConfig) -> dict[str, Any]:
+    """Return the figures: rates in FLOP/s and tokens/s, times in seconds, sizes in bytes."""
+    device = subject.device
     clock = Clock(device)
     main = config.budgets[0]
     pack = make_pack(subject, config, main)
@@ -122,7 +126,7 @@ def measure(config: BenchForwardConfig, device: torch.device) -> dict[str, Any]:
     for budget in config.budgets[1:]:
         log.info("packs of %s tokens", f"{budget:,}")
         by_budget.append(_forward(subject, config, make_pack(subject, config, budget)))
-    figures = {
+    return {
         "what": "hscache bench forward",
         "date": datetime.date.today().isoformat(),
         "machine": machine(device),
@@ -141,9 +145,6 @@ def measure(config: BenchForwardConfig, device: torch.device) -> dict[str, Any]:
         "turns": turns,
         "budgets": by_budget,
     }
-    if config.compare == "transformers":
-        figures["transformers"] = compare(subject, config, pack[1], forward)
-    return figures
 
 
 def make_pack(
@@ -157,9 +158,13 @@ def make_pack(
 
 
 def compare(
-    subject: Subject, config: BenchForwardConfig, offsets: list[int], forward: dict[str, Any]
+    subject: Subject, config: BenchForwardConfig, forward: dict[str, Any]
 ) -> dict[str, Any]:
-    """Time transformers' forward of the same blocks: equal lengths, then padded batches."""
+    """Time transformers' forward of the same blocks: equal lengths, then padded batches.
+
+    `forward` are the figures of the pack whose documents are padded.
+    """
+    _, offsets = make_pack(subject, config, forward["tokens"])
     base, clock = subject.base, Clock(subject.device)
     kept = base.config._attn_implementation
     base.config._attn_implementation = "sdpa"
