@@ -20,9 +20,9 @@ from hscache.target_shape import TargetShape
 
 _MLP_ROWS = 32_768
 """hscache.packed_forward.MLP_ROWS, without importing torch"""
-_STATES_AHEAD = 3
-"""Packs whose states wait on the GPU beside that of the forward (hscache.stages): one is written,
-two are copied. This was not measured."""
+_STATES_AHEAD = 2
+"""Packs whose states lie on the GPU beside those of the forward (hscache.stages.AHEAD): as many are
+launched before one is copied. This was not measured."""
 _CHUNK_SIZE = 8192
 """Slots a chunk of the head on a GPU (trainer.config.LossConfig.slots_per_chunk)."""
 

@@ -11,7 +11,7 @@ import pytest
 from conftest import write_jsonl
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hscache import cost_memory, packed_forward
+from hscache import cost_memory, packed_forward, stages
 from hscache.cli import main
 from hscache.config import DataConfig, ProduceConfig, StoreConfig, TargetConfig
 from hscache.cost_config import PlannedDrafter, PlannedFit, PlannedLoss, PlannedOptim
@@ -274,6 +274,7 @@ def test_memory_is_what_was_measured_on_an_h200(tmp_path):
 
 def test_memory_is_counted_as_the_trainer_and_the_forward_do():
     assert cost_memory._MLP_ROWS == packed_forward.MLP_ROWS
+    assert stages.AHEAD == cost_memory._STATES_AHEAD
     assert LossConfig().slots_per_chunk("cuda") == cost_memory._CHUNK_SIZE
 
 
