@@ -1,8 +1,9 @@
 """Gather documents' rows into bands of the stored arrays; compress and write whole bands.
 
 Takes rows, as bf16 bits or encoded; hands bands to the array writers in order. Threads encode the
-layers of what is added, and compress full bands while more is added; few bands are on their way at
-a time, in memory that is used again, so that a slow disk holds the producer up and nothing grows.
+layers of what is added, and compress full bands while more is added; one more thread writes them,
+so that who adds does not wait for the disk. Few bands are on their way at a time, in memory that is
+used again: a slow disk holds the producer up in the end, and nothing grows.
 
 Axes: T tokens, L captured layers (the last block's output is one more), H hidden, R a band's rows.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from hscache.planes import ARRAYS, LOSSY, Bits, Codec, blocks, decode, empty_arr
 from hscache.sums import StateSums
 from hscache.zarr_array import EncodedChunk, ZarrArrayWriter, encode_chunk
 
-_ON_THEIR_WAY = 4
+_ON_THEIR_WAY = 8
 """Full bands that are compressed or wait for the disk, at most; 13 MB each at 5 x 5120."""
 
 
@@ -54,7 +55,8 @@ class BandWriter:
         self._executor = executor
         self._free: list[_Band] = []
         self._band = self._new_band()
-        self._full: deque[tuple[_Band, list[Future[dict[str, EncodedChunk]]]]] = deque()
+        self._full: deque[tuple[_Band, Future[None]]] = deque()
+        self._disk = ThreadPoolExecutor(1) if executor else None
 
     def add(self, bits_TLH: Bits) -> StateSums:
         """Encode and append a document; it is not looked at any more after the return."""
@@ -94,10 +96,9 @@ class BandWriter:
         self._write_all_but(0)
 
     def cancel(self) -> None:
-        """Drop what has not been started, after an error."""
-        for _, futures in self._full:
-            for future in futures:
-                future.cancel()
+        """Drop what has not been started; what is being written ends first."""
+        if self._disk:
+            self._disk.shutdown(cancel_futures=True)
 
     def _places(self, num_tokens: int) -> Iterator[tuple[slice, slice]]:
         """Yield which tokens go to which rows of `self._band`, which changes in between."""
@@ -131,28 +132,32 @@ class BandWriter:
                 for name, array in band.arrays.items()
             }
 
-        futures = [self._submit(compress, layer) for layer in range(self._captured)]
-        self._full.append((band, futures))
+        if self._executor and self._disk:
+            futures = [self._executor.submit(compress, layer) for layer in range(self._captured)]
+            written = self._disk.submit(self._write, band, futures)
+        else:
+            self._write_chunks([compress(layer) for layer in range(self._captured)], band.num_rows)
+            written = Future()
+            written.set_result(None)
+        self._full.append((band, written))
         self._band = self._new_band()
+
+    def _write(self, band: _Band, futures: list[Future[dict[str, EncodedChunk]]]) -> None:
+        self._write_chunks([future.result() for future in futures], band.num_rows)
+
+    def _write_chunks(self, chunks_L: list[dict[str, EncodedChunk]], num_rows: int) -> None:
+        for name in ARRAYS[self._codec]:
+            chunks = [chunks[name] for chunks in chunks_L]
+            self._writers[name].append_band(chunks[: self._num_layers], num_rows)
+            if self._captured > self._num_layers:
+                self._writers[LAST_HIDDEN + name].append_band(chunks[-1:], num_rows)
 
     def _write_all_but(self, num_bands: int) -> None:
         while len(self._full) > num_bands:
-            band, futures = self._full[0]
-            chunks_L = [future.result() for future in futures]
-            for name in band.arrays:
-                chunks = [chunks[name] for chunks in chunks_L]
-                self._writers[name].append_band(chunks[: self._num_layers], band.num_rows)
-                if self._captured > self._num_layers:
-                    self._writers[LAST_HIDDEN + name].append_band(chunks[-1:], band.num_rows)
+            band, written = self._full[0]
+            written.result()
             self._full.popleft()
             self._free.append(band)
 
     def _each(self, work: Callable[[int], Any], items: Iterable[int]) -> Iterator[Any]:
         return self._executor.map(work, items) if self._executor else map(work, items)
-
-    def _submit(self, work: Callable[[int], Any], item: int) -> Future[Any]:
-        if self._executor:
-            return self._executor.submit(work, item)
-        future: Future[Any] = Future()
-        future.set_result(work(item))
-        return future

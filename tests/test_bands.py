@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
@@ -222,3 +223,39 @@ def test_opening_and_listing_read_metadata_only(tmp_path, monkeypatch):
     opened.clear()
     cache.shard(1)
     assert {path.parent.name for path in opened} == {"000001", "doc_offsets", "doc_rows"}
+
+
+def test_a_disk_that_stands_still_does_not_stop_who_adds(tmp_path, monkeypatch):
+    go, write_chunks = threading.Event(), bands.BandWriter._write_chunks
+
+    def slow(*arguments):
+        go.wait()
+        write_chunks(*arguments)
+
+    monkeypatch.setattr(bands.BandWriter, "_write_chunks", slow)
+
+    def add(writer, row):
+        plainly(writer, row)
+        if row == len(LENGTHS) - 1:  # all are in, and nothing is on the disk
+            go.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        cache = write(tmp_path / "slow", "lossless", add, executor=pool)
+    monkeypatch.undo()
+    assert contents(cache) == contents(write(tmp_path / "plain", "lossless", plainly))
+
+
+@pytest.mark.parametrize("failing", [0, 3, 7])
+def test_an_error_of_the_disk_reaches_who_adds(failing, tmp_path, monkeypatch):
+    calls, write_chunks = itertools.count(), bands.BandWriter._write_chunks
+
+    def fails(*arguments):
+        if next(calls) >= failing:
+            raise OSError(5, "Input/output error")
+        write_chunks(*arguments)
+
+    monkeypatch.setattr(bands.BandWriter, "_write_chunks", fails)
+    folder = tmp_path / "cache"
+    with ThreadPoolExecutor(2) as pool, pytest.raises(OSError, match="Input/output error"):
+        write(folder, "lossless", plainly, executor=pool)
+    assert not list(layout.shards_dir(folder).iterdir())  # neither a shard nor a part of one
