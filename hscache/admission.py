@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hscache import budget, files, layout, producers
-from hscache.consumers import NOT_RUNNING, Consumer, describe_consumer, read_consumers
+from hscache.consumers import NOT_RUNNING, Consumer, describe_consumer, read_sound_consumers
 from hscache.errors import (
     CacheIncompleteError,
     CacheUnreadableError,
@@ -49,6 +49,7 @@ class Admission:
         self._reason, self._last_said, self._said_s, self._paused = "", "", 0.0, False
         self._looked_s = 0.0
         self._damaged: set[int] = set()
+        self._unknown: list[str] = []  # what is wrong with entries of consumers
         self._lowest = cache.plan.training_shards.start  # of the shards that are not freed
         self.num_freed = 0
         """shards freed by this process"""
@@ -71,7 +72,7 @@ class Admission:
         limit = plan.num_shards
         consumers: list[Consumer] = []
         if self._window.shards:
-            consumers = read_consumers(self._cache.path)
+            consumers = self._consumers()
             try:
                 self._free(consumers)
             except DiskFullError:
@@ -100,7 +101,7 @@ class Admission:
         """Free what the consumers are done with, at the end; the rest waits for the next start."""
         if self._window.shards:
             try:
-                self._free(read_consumers(self._cache.path))
+                self._free(self._consumers())
             except DiskFullError:
                 log.warning("%s and `hscache produce` is run once more", self._no_tombstone())
 
@@ -136,9 +137,21 @@ class Admission:
         else:
             self._producer.note(waiting=reason)
 
+    def _consumers(self) -> list[Consumer]:
+        """Return those that are known; a run that is going on writes a damaged entry anew."""
+        consumers, damaged = read_sound_consumers(self._cache.path)
+        unknown = [str(error) for error in damaged]
+        for text in unknown:
+            if text not in self._unknown:
+                log.warning("%s", text)
+        self._unknown = unknown
+        return consumers
+
     def _free(self, consumers: Sequence[Consumer]) -> None:
         training = self._cache.plan.training_shards
         done = num_freeable(c.acknowledged(len(training)) for c in consumers)
+        if self._unknown:  # nobody knows what such a run still needs
+            done = 0
         names = [c.name for c in consumers]
         while self._lowest < training.stop:
             if not self._cache.is_published(self._lowest):
@@ -175,6 +188,8 @@ class Admission:
 
     def _who(self, consumers: Sequence[Consumer]) -> str:
         folder = shlex.quote(str(self._cache.path))
+        if self._unknown:
+            return self._unknown[0]
         if not consumers:
             return (
                 "nobody has registered to read them; start "
@@ -263,7 +278,7 @@ class Admission:
     def _other_program_took_room(self) -> str:
         kept = 0
         if self._window.shards:
-            kept = sum(c.progress.checkpoint_bytes for c in read_consumers(self._cache.path))
+            kept = sum(c.progress.checkpoint_bytes for c in self._consumers())
         if (free := budget.free_bytes(self._cache.path)) <= kept:
             return (
                 f"the disk is full: {format_bytes(free)} are free on the filesystem of "

@@ -182,12 +182,24 @@ class Registration:
 
 def read_consumers(cache_dir: Path) -> list[Consumer]:
     """Return all registered consumers, by name; raises ShardCorruptError for a damaged entry."""
-    return [
-        consumer
-        for path in sorted(layout.consumers_dir(cache_dir).glob("*.json"))
-        if not path.name.startswith(files.TEMPORARY_PREFIX)
-        and (consumer := _read(path)) is not None
-    ]
+    consumers, damaged = read_sound_consumers(cache_dir)
+    for error in damaged:
+        raise error
+    return consumers
+
+
+def read_sound_consumers(cache_dir: Path) -> tuple[list[Consumer], list[ShardCorruptError]]:
+    """Return the consumers whose entries are sound, by name, and what is wrong with the others."""
+    consumers, damaged = [], []
+    for path in sorted(layout.consumers_dir(cache_dir).glob("*.json")):
+        if path.name.startswith(files.TEMPORARY_PREFIX):
+            continue
+        try:
+            if (consumer := _read(path)) is not None:
+                consumers.append(consumer)
+        except ShardCorruptError as error:
+            damaged.append(error)
+    return consumers, damaged
 
 
 def _read(path: Path) -> Consumer | None:
@@ -209,7 +221,8 @@ def _read(path: Path) -> Consumer | None:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ShardCorruptError(
             f"{path} is damaged ({error}): what that run has acknowledged is not known, so nothing "
-            "is freed. Resume the run, which writes it anew, or delete the file to drop the run."
+            "is freed. A run writes it anew with its next checkpoint: resume it, if it has ended, "
+            "or delete the file to drop it."
         ) from error
 
 

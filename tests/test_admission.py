@@ -474,15 +474,6 @@ def test_a_cache_that_is_deleted_meanwhile_ends_both_sides_in_words(cache, tmp_p
         assert not layout.shards_dir(cache.path).exists()
 
 
-def test_a_damaged_entry_frees_nothing_and_is_named(cache, tmp_path):
-    with follower(cache, tmp_path / "a", 8):
-        pass
-    [path] = layout.consumers_dir(cache.path).glob("*.json")
-    path.write_text(path.read_text().replace('"ticks":8', '"ticks":9'))
-    with Producer(cache.path) as producer, pytest.raises(ShardCorruptError, match=path.name):
-        fill(cache, admission_of(cache, producer))
-
-
 def test_a_cache_that_cannot_be_written_refuses_to_be_followed(cache, tmp_path):
     layout.consumers_dir(cache.path).write_text("in the way")
     with pytest.raises(HscacheError, match="cannot register"), follower(cache, tmp_path / "a"):
@@ -515,3 +506,27 @@ def test_settings_that_contradict_each_other_are_refused():
     ):
         with pytest.raises(ConfigError, match=words):
             config(**changes)
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"", b"{", b"[1]", b"\x00" * 40, b'{"crc32c": "00000000"}', None]
+)
+def test_a_damaged_entry_frees_nothing_and_ends_nothing(cache, tmp_path, caplog, garbage):
+    with Producer(cache.path) as producer:
+        admission = admission_of(cache, producer)
+        with follower(cache, tmp_path / "a") as a, follower(cache, tmp_path / "b", ticks=3):
+            path = layout.consumers_dir(cache.path) / f"{a.name}.json"
+            edited = path.read_bytes().replace(b'"ticks":0', b'"ticks":9')
+            path.write_bytes(edited if garbage is None else garbage)
+            assert fill(cache, admission) == [0, 1, 2, 3]
+            admission.wait()
+            admission.wait()
+            assert on_disk(cache) == [0, 1, 2, 3]  # though b has said it is done with one
+            waiting = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+            assert len(waiting) == 1
+            assert str(path) in waiting[0]
+            assert "resume it" in waiting[0]
+            admission.free_what_is_done()
+            assert on_disk(cache) == [0, 1, 2, 3]
+            a.acknowledge(dataclasses.replace(a.progress, ticks=3))
+            assert fill(cache, admission) == [4, 5]
