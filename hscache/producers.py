@@ -1,11 +1,12 @@
 """Who is producing into a cache: heartbeats, claims on shards, and leftovers of the dead.
 
 Takes the cache folder; each process keeps one file `producers/<host>-<pid>-<nonce>.json` fresh
-while it works and deletes it on the way out. Claims only save work (two producers rarely take the
-same shard); safety is the rename in `files.publish_folder` alone.
+while it works and deletes it on the way out. Claims only save work (where the filesystem has locks,
+two producers never take the same shard); safety is the rename in `files.publish_folder` alone.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -21,6 +22,8 @@ from hscache.zarr_array import canonical_json
 BEAT_S = 5.0
 STALE_S = 120.0
 """A producer on another machine is given up after this much silence; a dead one here at once."""
+_CLAIM_S = 2.0
+"""How long a claim waits for another that is being made; a stopped process may hold its lock."""
 
 
 class Producer:
@@ -55,6 +58,10 @@ class Producer:
 
         Returns None when every shard is published or claimed by another live producer.
         """
+        with _one_at_a_time(layout.producers_dir(self._cache_dir)):
+            return self._claim_next(num_shards)
+
+    def _claim_next(self, num_shards: int) -> int | None:
         # Claims first: a producer that publishes in between is then seen in one list or the other.
         others = set(self._live_claims())
         published = set(layout.list_shards(self._cache_dir))
@@ -62,7 +69,7 @@ class Producer:
             if shard in published or shard in others:
                 continue
             self._update(claim=shard, started=False)
-            # Two that chose at the same moment both see it here; the smaller name keeps it.
+            # Without locks, two that chose at the same moment see it here; the smaller name keeps it.
             rivals = [name for s, name in self._live_claims().items() if s == shard]
             if not rivals or min(rivals) > self._path.name:
                 return shard
@@ -142,6 +149,27 @@ class Producer:
     def _beat(self) -> None:
         while not self._stopped.wait(BEAT_S):
             self._write()
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, if it is to be had: without it a shard may be made twice."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # gone, or on a filesystem without locks
+            descriptor = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            until_s = time.monotonic() + _CLAIM_S
+            while not _locked(descriptor) and time.monotonic() < until_s:
+                time.sleep(0.01)
+        yield
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def live_records(cache_dir: Path, *, besides: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,5 +1,6 @@
 """Heartbeats, claims, and whose leftovers may be deleted."""
 
+import fcntl
 import json
 import os
 import signal
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from cache_maker import make_cache
+from forked import context
 from trainer_cache import fill_disk, small_disk
 
-from hscache import files, layout
+from hscache import files, layout, producers
 from hscache.producers import STALE_S, Producer, clean_leftovers, is_alive, read_record
 
 DEAD_NAME = "otherbox-4242-0123abcd"
@@ -215,3 +217,37 @@ def test_the_claim_of_a_stopped_process_is_taken_over_but_its_files_are_not(cach
     finally:
         process.kill()
         process.wait()
+
+
+def claim_often(cache_dir, barrier, rounds, results):
+    claimed = []
+    with Producer(cache_dir) as producer:
+        for _ in range(rounds):
+            barrier.wait()
+            shard = producer.claim_next(10_000)
+            claimed.append(shard)
+            barrier.wait()  # all have claimed
+            layout.shard_dir(cache_dir, shard).mkdir(exist_ok=True)
+    results.put(claimed)
+
+
+def test_claims_at_the_same_moment_are_of_different_shards(cache_dir):
+    server = context()
+    barrier, results = server.Barrier(4), server.SimpleQueue()
+    arguments = (cache_dir, barrier, 40, results)
+    processes = [server.Process(target=claim_often, args=arguments) for _ in range(4)]
+    for process in processes:
+        process.start()
+    claimed = [shard for _ in processes for shard in results.get()]
+    for process in processes:
+        process.join()
+    assert len(set(claimed)) == len(claimed) == 160
+
+
+def test_a_claim_does_not_wait_long_for_a_stopped_producer(cache_dir, monkeypatch):
+    monkeypatch.setattr(producers, "_CLAIM_S", 0.1)
+    with Producer(cache_dir) as producer:
+        held = os.open(layout.producers_dir(cache_dir), os.O_RDONLY)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert producer.claim_next(1) == 0
+        os.close(held)
