@@ -69,7 +69,7 @@ class Producer:
             if shard in published or shard in others:
                 continue
             self._update(claim=shard, started=False)
-            # Without locks, two that chose at the same moment see it here; the smaller name keeps it.
+            # Without locks, two that chose at one moment see it here; the smaller name keeps it.
             rivals = [name for s, name in self._live_claims().items() if s == shard]
             if not rivals or min(rivals) > self._path.name:
                 return shard
