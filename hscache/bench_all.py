@@ -25,6 +25,7 @@ from hscache.config import spaced_layer_ids
 from hscache.cost_config import PlannedProduce
 from hscache.progress import configure_logging
 from hscache.reader import open_cache
+from hscache.result_file import require_writable
 from hscache.settings import read_part, save_config
 from hscache.target_shape import load_shape
 
@@ -60,6 +61,8 @@ def run(config: BenchAllConfig, *, dry_run: bool = False) -> int:
             print(f"{bench.name}: {bench.why_not or 'would run'}")
         return 0
     files.make_folder(config.folder)
+    require_writable(config.json)
+    require_writable(config.picture)
     for name, settings in configs.items():
         save_config(settings, _file(config, name))
     not_run = {bench.name: why for bench in benches if (why := run_bench(config, bench))}

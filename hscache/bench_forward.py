@@ -22,7 +22,7 @@ import torch
 
 from hscache import packed_forward, packed_ops
 from hscache.began import running_s
-from hscache.bench_gemm import dense_rate, machine, power_words, product_rate, write_figures
+from hscache.bench_gemm import dense_rate, machine, power_words, product_rate
 from hscache.bench_target_config import BenchForwardConfig
 from hscache.clock import Clock, gpu_monitor
 from hscache.device import DTYPES, choose_device
@@ -34,6 +34,7 @@ from hscache.pretrained import check_layer_ids, load_config
 from hscache.progress import configure_logging
 from hscache.random_target import random_base
 from hscache.report import format_table
+from hscache.result_file import require_writable, write_json
 from hscache.settings import to_dict
 from hscache.target import Target
 
@@ -52,12 +53,13 @@ def run(config: BenchForwardConfig, *, dry_run: bool = False) -> int:
         budgets = ", ".join(f"{budget:,}" for budget in config.budgets)
         print(f"would measure forwards of {budgets} tokens on {device}")
         return 0
+    require_writable(config.json)
     subject = make_subject(config, device)
     figures = measure(subject, config)
-    write_figures(figures, config.json)  # the comparison takes minutes
+    write_json(config.json, figures)  # the comparison takes minutes
     if config.compare == "transformers":
         figures["transformers"] = compare(subject, config, figures["budgets"][0])
-        write_figures(figures, config.json)
+        write_json(config.json, figures)
     print(format_figures(figures))
     return 1 if figures["off"] else 0
 

@@ -10,13 +10,11 @@ of every share.
 from __future__ import annotations
 
 import datetime
-import json
 import logging
 import platform
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +29,7 @@ from hscache.gpus import GPUS, gpu_of_device
 from hscache.pretrained import library_versions, load_config
 from hscache.progress import configure_logging
 from hscache.report import format_table
+from hscache.result_file import require_writable, write_json
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +43,10 @@ def run(config: BenchGemmConfig, *, dry_run: bool = False) -> int:
     if dry_run:
         print(f"would measure {len(found)} products of {len(config.rows)} sizes on {device}")
         return 0
+    require_writable(config.json)
     figures = measure(config, found, device)
     print(format_figures(figures))
-    write_figures(figures, config.json)
+    write_json(config.json, figures)
     return 0
 
 
@@ -131,13 +131,6 @@ def machine(device: torch.device) -> dict[str, Any]:
         **library_versions(),
         "command": ["hscache", *sys.argv[1:]],
     }
-
-
-def write_figures(figures: dict[str, Any], path: Path | None) -> None:
-    """Write the figures as JSON, if a file is wanted."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def format_figures(figures: dict[str, Any]) -> str:

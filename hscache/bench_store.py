@@ -7,7 +7,6 @@ it cold and warm as `trainer fit` does, and deletes it. GB are 10^9 bytes of dec
 """
 
 import datetime
-import json
 import logging
 import os
 import platform
@@ -31,6 +30,7 @@ from hscache.planes import ARRAYS, Bits
 from hscache.progress import configure_logging
 from hscache.reader import Cache, open_cache
 from hscache.report import format_table
+from hscache.result_file import require_writable, write_json
 from hscache.settings import to_dict
 from hscache.writer import ShardWriter
 
@@ -62,11 +62,10 @@ def run(config: BenchStoreConfig, *, dry_run: bool = False) -> int:
             f"{DOCUMENT_TOKENS} tokens) to {config.folder}, {config.rounds} times"
         )
         return 0
+    require_writable(config.json)
     figures = measure(config)
     print(format_figures(figures))
-    if config.json is not None:
-        config.json.parent.mkdir(parents=True, exist_ok=True)
-        config.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_json(config.json, figures)
     return 0
 
 

@@ -9,7 +9,6 @@ bytes, window, FLOPs, limits and the days of each pipeline (`hscache.cost` has t
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from typing import Any
 
@@ -27,6 +26,7 @@ from hscache.gpus import Gpu
 from hscache.measured_rates import Measured, read_measured
 from hscache.planes import ARRAYS
 from hscache.progress import configure_logging
+from hscache.result_file import require_writable, write_json
 from hscache.settings import read_part
 from hscache.sizes import parse_size
 from hscache.target_shape import TargetShape, load_shape
@@ -35,11 +35,11 @@ from hscache.target_shape import TargetShape, load_shape
 def run(config: CostConfig, *, dry_run: bool = False) -> int:
     """Print the plan; a dry run only leaves `--json` unwritten."""
     configure_logging()
+    wanted = None if dry_run else config.json
+    require_writable(wanted)
     figures = plan(config)
     print(format_plan(figures))
-    if config.json is not None and not dry_run:
-        config.json.parent.mkdir(parents=True, exist_ok=True)
-        config.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_json(wanted, figures)
     return 0
 
 

@@ -27,7 +27,7 @@ import transformers
 
 from hscache import produce as produce_module
 from hscache.bench_forward import make_subject
-from hscache.bench_gemm import machine, write_figures
+from hscache.bench_gemm import machine
 from hscache.bench_target_config import BenchForwardConfig
 from hscache.clock import Clock
 from hscache.config import DataConfig, ProduceConfig, StoreConfig, TargetConfig
@@ -35,6 +35,7 @@ from hscache.device import choose_device
 from hscache.forward_flops import document_lengths
 from hscache.frozen import Frozen
 from hscache.progress import configure_logging
+from hscache.result_file import require_writable, write_json
 from hscache.target import Target
 
 MEAN_TOKENS, SHORTEST, LONGEST = 1_700, 64, 8_191
@@ -57,6 +58,7 @@ def main() -> None:
     args = parser.parse_args()
     configure_logging()
     device = choose_device(args.device)
+    require_writable(args.json)
     target = random_target(args, device)
     produce_module.Target = lambda config: target
     runs = []
@@ -64,7 +66,7 @@ def main() -> None:
         run = measure(target, args, folder, number)
         print(json.dumps({name: run[name] for name in ("folder", "tokens_per_s", "ratio")}))
         runs.append(run)
-        write_figures(figures(args, device, runs), args.json)
+        write_json(args.json, figures(args, device, runs))
 
 
 def figures(args: argparse.Namespace, device: torch.device, runs: list[Any]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import datetime
 import itertools
-import json
 import logging
 import math
 import platform
@@ -31,6 +30,7 @@ from hscache.device import DTYPES, choose_device
 from hscache.flops import RowFlops, row_flops
 from hscache.progress import configure_logging
 from hscache.report import format_table
+from hscache.result_file import require_writable, write_json
 from hscache.settings import to_dict
 from trainer.batches import Batch, Loader
 from trainer.bench_pauses import checkpoint_seconds, describe_pauses, look_seconds
@@ -59,11 +59,10 @@ def run(config: BenchConfig, *, dry_run: bool = False) -> int:
             f"would measure {config.repeats} steps of {config.global_batch_rows} rows on {device}"
         )
         return 0
+    require_writable(config.json)
     figures = measure(plan, device)
     print(format_figures(figures))
-    if config.json is not None:
-        config.json.parent.mkdir(parents=True, exist_ok=True)
-        config.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_json(config.json, figures)
     return 0
 
 

@@ -9,18 +9,17 @@ same training text beside the drafter.
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
-from hscache import files
 from hscache.device import DTYPES, choose_device
 from hscache.errors import CacheMismatchError, ConfigError
 from hscache.progress import configure_logging
 from hscache.prompts import read_prompts
 from hscache.reader import Cache, open_cache
 from hscache.report import format_table
+from hscache.result_file import require_writable, write_json
 from hscache.settings import to_dict
 from trainer.acceptance import Acceptance
 from trainer.checkpoint import read_state
@@ -51,8 +50,6 @@ def run(config: EvalConfig, *, dry_run: bool = False) -> int:
     drafter = load_drafter(checkpoint, num_target_layers=num_target_layers)
     _require_same_target(drafter, cache, checkpoint)
     _compare_with_training(checkpoint, cache)
-    if config.json is not None and config.json.is_dir():
-        raise ConfigError(f"--json {config.json} is a folder; give a file to write.")
     documents = held_out_documents(cache)
     if not documents and not config.prompts:
         raise ConfigError(
@@ -64,8 +61,7 @@ def run(config: EvalConfig, *, dry_run: bool = False) -> int:
     if dry_run:
         print(f"{checkpoint} fits {config.shards}: {len(documents)} held-out documents")
         return 0
-    if config.json is not None:
-        files.make_folder(config.json.parent)
+    require_writable(config.json)
     dtype = DTYPES[config.dtype]
     frozen = load_frozen(cache).to(device, dtype)
     drafter.to(device)
@@ -197,6 +193,4 @@ def _report(
             f"\ntext equals plain greedy decoding in {config.dtype}: {identical} of "
             f"{decoded.num_prompts}" + (f", {decoded.num_ties} ties" if decoded.num_ties else "")
         )
-    if config.json is not None:
-        record = {"results": results, **facts, "config": to_dict(config)}
-        files.replace_atomically(config.json, json.dumps(record, indent=2).encode())
+    write_json(config.json, {"results": results, **facts, "config": to_dict(config)})
