@@ -18,7 +18,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,10 @@ import torch
 from hscache.clock import gpu_monitor
 from hscache.content import Facts
 from hscache.errors import HscacheError
-from hscache.forward_flops import forward_flops, mean_context_of
 from hscache.measures import Measures, document_facts, document_sums, measure, split_into
 from hscache.plan import Plan
 from hscache.planes import Codec
+from hscache.shard_work import ShardWork
 from hscache.target import Target
 from hscache.writer import StateSums
 
@@ -70,21 +70,6 @@ def cut(documents: Sequence[int], lengths: np.ndarray, token_budget: int) -> lis
         packs[-1].append(document)
         tokens += length
     return packs
-
-
-@dataclass
-class _Work:
-    """Where the time between two shards' ends went, in seconds."""
-
-    started_s: float = field(default_factory=time.perf_counter)
-    forward_s: float = 0.0
-    copy_s: float = 0.0
-    write_s: float = 0.0
-    publish_s: float = 0.0
-    """of the shard before"""
-    flop: float = 0.0
-    tokens: int = 0
-    documents_per_pack: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -127,7 +112,7 @@ class Stages:
         self._launched: deque[_Launched] = deque()
         self._page_locked: torch.Tensor | None = None
         self._copies = torch.cuda.Stream(target.device, priority=-1) if self._cuda else None
-        self._work = _Work()
+        self._work = ShardWork()
         self._report: dict[str, Any] = {}
         self._warned = False
         self._warm_up()
@@ -148,8 +133,8 @@ class Stages:
                     before_s = time.perf_counter()
                     yield found
                     self._work.write_s += time.perf_counter() - before_s
-        self._report = self._summary(gpu)
-        self._work = _Work()
+        self._report = self._work.report(gpu, self.token_budget)
+        self._work = ShardWork()
 
     def report(self) -> dict[str, Any]:
         """Return where the time of the last shard went, as shares, and what the GPU did."""
@@ -273,16 +258,8 @@ class Stages:
                 pack.ends.synchronize()
             except RuntimeError as error:
                 raise self._failed(pack.shard, pack.documents, error) from error
-        work = self._work
-        work.forward_s += self._seconds(pack.begins, pack.ends)
-        lengths = [b - a for a, b in itertools.pairwise(pack.offsets)]
-        config = self._target.config
-        tokens, context = pack.offsets[-1], mean_context_of(lengths)
-        blocks = config.num_hidden_layers
-        flops = forward_flops(config, blocks, num_tokens=tokens, mean_context=context)
-        work.flop += flops.total
-        work.tokens += tokens
-        work.documents_per_pack.append(len(pack.documents))
+        forward_s = self._seconds(pack.begins, pack.ends)
+        self._work.add_pack(self._target.config, pack.offsets, forward_s)
 
     def _seconds(self, begin: Any, end: Any) -> float:
         return begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
@@ -331,42 +308,3 @@ class Stages:
                 ends.synchronize()
         self._work.copy_s += self._seconds(begins, ends)
         return measures, arrays
-
-    def _summary(self, gpu: dict[str, Any]) -> dict[str, Any]:
-        work = self._work
-        seconds = time.perf_counter() - work.started_s
-        shares = {
-            "forward": work.forward_s / seconds,
-            "measure and copy": work.copy_s / seconds,
-            "check and write": work.write_s / seconds,
-            "publish": work.publish_s / seconds,
-        }
-        # A pack that ran before its turn counts in the shard that waited for it, so a share can be
-        # above 100 %. The host writes and publishes one after the other, while the GPU goes on.
-        host = work.write_s + work.publish_s > work.forward_s
-        sides = ("forward", "measure and copy"), ("check and write", "publish")
-        limit = max(sides[host], key=lambda name: shares[name])
-        log.info(
-            "%s tokens/s, %.0f TFLOP/s of useful work; busy: %s; the limit: %s%s",
-            f"{work.tokens / seconds:,.0f}", work.flop / seconds / 1e12,
-            ", ".join(f"{name} {share:.0%}" for name, share in shares.items()), limit,
-            _gpu_words(gpu),
-        )  # fmt: skip
-        return {
-            "documents_per_pack": work.documents_per_pack,
-            "token_budget": self.token_budget,
-            "tokens_per_s": round(work.tokens / seconds, 1),
-            "flop_per_s": work.flop / seconds,
-            "busy": {name: round(share, 4) for name, share in shares.items()},
-            "limit": limit,
-            "gpu": gpu,
-        }
-
-
-def _gpu_words(gpu: dict[str, Any]) -> str:
-    if gpu.get("power_w") is None:
-        return ""
-    return (
-        f"; {gpu['power_w']:.0f} W, {gpu['clock_mhz']:.0f} MHz, GPU busy {gpu['utilisation']:.0%}, "
-        f"power-capped {gpu['power_capped_share']:.0%}"
-    )
