@@ -1,6 +1,8 @@
 """The fused forward, in plain PyTorch, against transformers' own layers on packs."""
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -142,3 +144,22 @@ def test_document_lengths_fill_the_budget():
         assert min(lengths) >= 64
         assert max(lengths[:-1]) <= 8_191
     assert 1_300 < 65_536 / len(lengths) < 2_100
+
+
+def test_all_but_the_kernels_imports_without_triton_and_fla():
+    code = """
+import importlib, pkgutil, sys
+sys.modules.update(triton=None, fla=None, flash_qla=None)
+import hscache, trainer
+names = [m.name for package in (hscache, trainer)
+         for m in pkgutil.iter_modules(package.__path__, package.__name__ + ".")]
+for name in names:
+    if name != "hscache.packed_kernels":
+        importlib.import_module(name)
+from hscache import packed_forward
+assert packed_forward.kernels() is None
+print(len(names))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 100

